@@ -1,0 +1,184 @@
+"""The holder's side of hand-offs: a promise to keep a request's pages for its readers while they renew it.
+
+QUEUED -> COMPUTING -> LEASED -> RELEASED; from any state -> ABORTED -> FREE; a lease nobody renews -> EXPIRED -> FREE.
+QUEUED is the scheduler's: a lease begins at admission, in COMPUTING, and is LEASED from its last announcement on.
+
+    leases = LeaseTable(instance_id, pool, send=transport.notify, clock=time.monotonic)
+    leases.open(key, readers=[decode_instance])       at admission; its reader must be a peer of the transport already
+    leases.announce(key, [(index, page), ...])        final pages, held by the caller; chunk by chunk
+    leases.announce(key, pages, state)                the last ones (may be none) and where decoding goes on
+    leases.finish(key)                                first token ends the request: readers are told that nothing is to be pulled
+    leases.abort(key, reason, message)                readers are told why
+    leases.handle(sender, message); leases.tick()     driven by Exchange
+    leases.take_ended()                               [LeaseEnded(key, state, reason, message)] since the last call: the engine drops its own holders
+
+The table takes a LEASE holder on every announced page and drops it in every end. Guarded by the kv lock.
+"""
+import logging
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from proto.baton.v1 import common_pb2
+from services.kv.messages import FINISHED, Announce, AnnouncedPage, Done, Ended, HandoffState, Message, Renew, RenewAnswer, RequestKey, encode
+from services.kv.pages import Holder, HolderKind, PagePool
+from services.runtime.errors import EngineError
+
+LEASE_TTL_S = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+class LeaseState(StrEnum):
+    """Words of DESIGN.md section 5."""
+
+    COMPUTING = "computing"
+    LEASED = "leased"
+    RELEASED = "released"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+
+
+class LeaseEnded(msgspec.Struct, frozen=True):
+    """A lease is over; `reason` is FINISHED (0) when it was released."""
+
+    key: RequestKey
+    state: LeaseState
+    reason: int
+    message: str
+
+
+class _Lease:
+    __slots__ = ("announcements", "deadline", "readers", "state", "waiting")
+
+    def __init__(self, readers: Sequence[str], deadline: float) -> None:
+        self.state = LeaseState.COMPUTING
+        self.readers = tuple(readers)
+        self.waiting = set(readers)  # readers that have not said Done
+        self.announcements: list[tuple[tuple[AnnouncedPage, ...], HandoffState | None]] = []
+        self.deadline = deadline
+
+
+class LeaseTable:
+    """All leases of one rank as holder."""
+
+    def __init__(
+        self, instance_id: str, pool: PagePool, send: Callable[[str, bytes], bool], clock: Callable[[], float], ttl_s: float = LEASE_TTL_S
+    ) -> None:
+        self.num_ignored = 0  # messages that matched nothing
+        self._instance_id = instance_id
+        self._pool = pool
+        self._send = send
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._leases: dict[RequestKey, _Lease] = {}
+        self._graves: dict[RequestKey, tuple[float, LeaseEnded]] = {}  # kept for one ttl, so that a late renewal hears how it ended
+        self._ended: list[LeaseEnded] = []
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def state(self, key: RequestKey) -> LeaseState | None:
+        """Where the lease stands; None when there is none."""
+        lease = self._leases.get(key)
+        return lease.state if lease else None
+
+    def open(self, key: RequestKey, readers: Sequence[str]) -> None:
+        """Begin a lease at admission; one reader a TP rank of the other side."""
+        if key in self._leases or not readers:
+            raise EngineError(f"lease of {key} for readers {list(readers)}: it is open already or nobody would read it")
+        self._graves.pop(key, None)
+        self._leases[key] = _Lease(readers, self._clock() + self._ttl_s)
+
+    def announce(self, key: RequestKey, pages: Sequence[tuple[int, int]], state: HandoffState | None = None) -> None:
+        """Lease `(index in the request, page)` and tell the readers; with `state` these are the last. An ended lease is left alone."""
+        lease = self._leases.get(key)
+        if lease is None:
+            return  # expired or refused while the chunk was computed; take_ended() says so
+        if lease.state is not LeaseState.COMPUTING:
+            raise EngineError(f"{key} announces after its last announcement")
+        self._pool.hold([page for _, page in pages], Holder(HolderKind.LEASE, key))
+        announced = tuple(AnnouncedPage(index, page, self._pool.epoch(page)) for index, page in pages)
+        lease.announcements.append((announced, state))
+        if state is not None:
+            lease.state = LeaseState.LEASED
+        for reader in lease.readers:
+            self._send(reader, encode(self._announcement(key, reader, lease, len(lease.announcements) - 1)))
+
+    def finish(self, key: RequestKey) -> None:
+        """The request ended with its first token: release, and tell the readers that there is nothing to pull."""
+        self._end(key, LeaseState.RELEASED, FINISHED, "finished with its first token", tell=True)
+
+    def abort(self, key: RequestKey, reason: int, message: str) -> None:
+        """Give the hand-off up and tell the readers why; no lease is no error."""
+        self._end(key, LeaseState.ABORTED, reason, message, tell=True)
+
+    def handle(self, sender: str, message: Message) -> None:
+        """A reader's message."""
+        lease = self._leases.get(message.key)
+        if message.holder != self._instance_id or message.reader != sender or (lease and sender not in lease.readers):
+            self._ignore(sender, message)
+        elif isinstance(message, Renew):
+            self._renew(message, lease)
+        elif lease is None:
+            self._ignore(sender, message)
+        elif isinstance(message, Done):
+            lease.waiting.discard(sender)
+            if not lease.waiting:
+                self._end(message.key, LeaseState.RELEASED, FINISHED, "", tell=False)
+        elif isinstance(message, Ended):
+            self._end(message.key, LeaseState.ABORTED, message.reason, message.message or "the reader gave up", tell=False)
+        else:
+            self._ignore(sender, message)
+
+    def tick(self) -> None:
+        """End what nobody renewed; forget what ended a ttl ago."""
+        now = self._clock()
+        for key in [key for key, lease in self._leases.items() if lease.deadline <= now]:
+            message = f"lease expired: no renewal for {self._ttl_s:g} s"
+            self._end(key, LeaseState.EXPIRED, common_pb2.LEASE_EXPIRED, message, tell=True)
+        for key in [key for key, (until, _) in self._graves.items() if until <= now]:
+            del self._graves[key]
+
+    def take_ended(self) -> list[LeaseEnded]:
+        """Leases that ended since the last call, whoever ended them."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _announcement(self, key: RequestKey, reader: str, lease: _Lease, sequence: int) -> Announce:
+        pages, state = lease.announcements[sequence]
+        return Announce(key=key, holder=self._instance_id, reader=reader, sequence=sequence, pages=pages, state=state)
+
+    def _renew(self, message: Renew, lease: _Lease | None) -> None:
+        key, reader = message.key, message.reader
+        answer: RenewAnswer | Ended
+        if lease:
+            lease.deadline = self._clock() + self._ttl_s
+            missing = range(message.next_sequence, len(lease.announcements))
+            announcements = tuple(self._announcement(key, reader, lease, sequence) for sequence in missing)
+            answer = RenewAnswer(key=key, holder=self._instance_id, reader=reader, known=True, announcements=announcements)
+        elif key in self._graves:
+            answer = self._ended_message(self._graves[key][1], reader)
+        else:
+            answer = RenewAnswer(key=key, holder=self._instance_id, reader=reader, known=False)
+        self._send(reader, encode(answer))
+
+    def _ended_message(self, ended: LeaseEnded, reader: str) -> Ended:
+        return Ended(key=ended.key, holder=self._instance_id, reader=reader, reason=ended.reason, message=ended.message)
+
+    def _end(self, key: RequestKey, state: LeaseState, reason: int, message: str, *, tell: bool) -> None:
+        lease = self._leases.pop(key, None)
+        if lease is None:
+            return
+        self._pool.release(Holder(HolderKind.LEASE, key))
+        ended = LeaseEnded(key, state, reason, message)
+        self._ended.append(ended)
+        if tell:
+            self._graves[key] = (self._clock() + self._ttl_s, ended)
+            for reader in lease.readers:
+                self._send(reader, encode(self._ended_message(ended, reader)))
+
+    def _ignore(self, sender: str, message: Message) -> None:
+        self.num_ignored += 1
+        _log.info("holder %s ignores %s of %s from %s", self._instance_id, type(message).__name__, message.key, sender)
