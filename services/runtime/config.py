@@ -1,0 +1,124 @@
+"""One TOML file describes a cluster; every process reads the section that is its own. Frozen after loading."""
+
+import argparse
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from services.runtime.errors import ConfigError
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the file: unknown keys are errors."""
+
+
+class ModelSection(Section):
+    path: str = "deploy/demo_model"  # Hugging Face folder
+    max_model_len: NonNegative = 0  # tokens of prompt and output together; 0 = what the model's config allows
+
+
+class RouterSection(Section):
+    address: str = "127.0.0.1:50050"  # port 0 = any free one
+    max_requests: Positive = 1024  # in flight; beyond it RESOURCE_EXHAUSTED
+    retries: NonNegative = 3  # other pairs tried before a request fails
+    max_backlog_tokens: Positive = 1000  # tokens a client may let pile up
+    member_wait_s: Seconds = 60.0  # a stream with tokens out waits this long for a pool that became empty
+
+
+class PoolSection(Section):
+    address: str = "127.0.0.1:0"
+    advertise: str = ""  # host that others dial; default: the host of `address`
+    routers: tuple[str, ...] = ("127.0.0.1:50050",)
+    ranks: Positive = 1  # engine processes of this front
+    num_pages: Positive = 256  # a rank
+    max_running: Positive = 64  # requests a rank
+    threads: Positive = 1  # torch threads a rank
+    transport: Literal["nixl"] = "nixl"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the latent pages
+    drain_s: Seconds = 60.0
+
+
+class PrefillSection(PoolSection):
+    chunk_tokens: Positive = 1024  # prompt tokens a forward
+
+
+class DecodeSection(PoolSection):
+    max_claims: Positive = 1024  # booked requests a rank
+
+
+class LogSection(Section):
+    level: LogLevel = "warning"
+
+
+class Config(Section):
+    """The whole file."""
+
+    model: ModelSection = ModelSection()
+    router: RouterSection = RouterSection()
+    prefill: PrefillSection = PrefillSection()
+    decode: DecodeSection = DecodeSection()
+    log: LogSection = LogSection()
+
+
+def parse_config(table: dict[str, Any], origin: str) -> Config:
+    """Turn a decoded TOML table into a Config; `origin` names the file in errors."""
+    try:
+        return msgspec.convert(table, Config)
+    except msgspec.ValidationError as error:
+        path = str(error).rpartition(" - at `$")[2].strip("`.")
+        known = _known_keys(path if "unknown field" in str(error) else None)
+        raise ConfigError(f"{origin}: {error}{known}") from None
+
+
+def _known_keys(section: str | None) -> str:
+    """What could have been meant, for the error about an unknown key."""
+    if section is None:
+        return ""
+    owner: Any = Config() if not section else getattr(Config(), section, Config())
+    return f"; known here are {', '.join(owner.__struct_fields__)}"
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read `path` (None = defaults only) and apply overrides of the form `section.key=value` (value in TOML, or a bare word)."""
+    table: dict[str, Any] = {}
+    if path is not None:
+        try:
+            table = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); give an existing file with --config") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: is no valid TOML: {error}") from None
+    for override in overrides:
+        _apply_override(table, override)
+    return parse_config(table, str(path) if path is not None else "command line")
+
+
+def _apply_override(table: dict[str, Any], override: str) -> None:
+    name, equals, value = override.partition("=")
+    section, dot, key = name.partition(".")
+    if not equals or not dot:
+        raise ConfigError(f"--set {override!r} is not of the form section.key=value")
+    try:
+        parsed: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    target = table.setdefault(section, {})
+    if not isinstance(target, dict):
+        raise ConfigError(f"--set {override!r}: {section} is a value, not a table")
+    target[key] = parsed
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """Arguments that every process has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", type=Path, default=None, help="TOML file, e.g. deploy/dev.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value of the file")
+    return parser

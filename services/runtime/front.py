@@ -1,0 +1,133 @@
+"""A node's front: gRPC server, supervisor of its ranks, member of the routers' registries. Outlives its engines.
+
+What a pool adds is its `PoolService`: the gRPC servicer that turns calls into commands and events into replies.
+"""
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from proto.baton.v1 import common_pb2, registry_pb2
+from services.runtime.config import Config, PoolSection
+from services.runtime.ipc import RankLoad, Up
+from services.runtime.membership import Membership
+from services.runtime.serve import WIRE_VERSION, Server, first_of
+from services.runtime.supervisor import RankProcess, Supervisor
+
+logger = logging.getLogger(__name__)
+
+
+class PoolService(Protocol):
+    """What a pool's server.py implements. All methods run in the event loop."""
+
+    def register(self, server: Server) -> None:
+        """Add the gRPC servicer."""
+        ...
+
+    def attach(self, ranks: Sequence[RankProcess]) -> None:
+        """The ranks, once, before anything else; `rank.up` and `rank.send()` are the way to them."""
+        ...
+
+    def on_event(self, rank: RankProcess, event: Any) -> None:
+        """An event of the pool's own kinds from `rank`."""
+        ...
+
+    def on_down(self, rank: RankProcess, instance_id: str) -> None:
+        """The engine incarnation is gone: fail everything that it had."""
+        ...
+
+    def num_active(self) -> int:
+        """Requests not yet over; a drain waits until it is 0."""
+        ...
+
+
+class Front:
+    """Runs one pool front until told to stop, then drains."""
+
+    def __init__(self, *, role: str, module: str, services: Sequence[str], event_type: Any, config: Config,
+                 section: PoolSection, arguments: Sequence[str], pool: PoolService) -> None:
+        self._role, self._config, self._section, self._pool = role, config, section, pool
+        self._front_id = uuid.uuid4().hex
+        self._server = Server(section.address, services)
+        self._loads: dict[str, RankLoad] = {}
+        self._instances: dict[int, str] = {}  # rank -> incarnation that is up
+        self._supervisor = Supervisor(num_ranks=section.ranks, module=module, arguments=arguments, event_type=event_type,
+                                      on_event=self._on_event, on_down=self._on_down)
+        self._membership = Membership(section.routers, self._member, self._load_reports)
+        pool.register(self._server)
+        pool.attach(self._supervisor.ranks)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until `stopping`, then drain. Raises SetupError when the port or a rank cannot be had."""
+        await self._server.start()
+        try:
+            await first_of(self._supervisor.run(), self._membership.run(), self._drain_when(stopping))
+        finally:
+            await self._server.stop(0.5)
+
+    async def _drain_when(self, stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        await self._server.set_serving(False)
+        self._membership.leave()
+        deadline = time.monotonic() + self._section.drain_s
+        while self._pool.num_active() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await self._supervisor.stop()
+
+    def _on_event(self, rank: RankProcess, event: Any) -> None:
+        if isinstance(event, Up):
+            self._instances[rank.rank] = event.instance_id
+            self._rank_changed()
+        elif isinstance(event, RankLoad):
+            if rank.up is not None:
+                self._loads[rank.up.instance_id] = event
+                self._membership.loads_changed()
+        else:
+            self._pool.on_event(rank, event)
+
+    def _on_down(self, rank: RankProcess) -> None:
+        instance_id = self._instances.pop(rank.rank, None)
+        if instance_id is not None:
+            logger.error("rank %d (instance %s) is down, exit code %s", rank.rank, instance_id, rank.exit_code)
+            self._loads.pop(instance_id, None)
+            self._pool.on_down(rank, instance_id)
+            self._rank_changed()
+
+    def _rank_changed(self) -> None:
+        self._membership.member_changed()
+        asyncio.ensure_future(self._server.set_serving(bool(self._instances)))
+
+    def _member(self) -> registry_pb2.Member:
+        ups = [(rank, rank.up) for rank in self._supervisor.ranks if rank.up is not None]
+        member = registry_pb2.Member(
+            front_id=self._front_id, role=self._role, address=self._advertised(), wire_version=WIRE_VERSION,
+            model=os.path.basename(os.path.normpath(self._config.model.path)), tp=1, ep=1,
+        )
+        for rank, up in ups:
+            member.fingerprint = up.fingerprint
+            member.limits.CopyFrom(registry_pb2.Limits(
+                max_model_len=up.max_model_len, vocab_size=up.vocab_size, page_size=up.page_size,
+                num_pages=up.num_pages, max_running=up.max_running,
+            ))
+            member.ranks.append(common_pb2.Rank(
+                instance_id=up.instance_id, role=self._role, pool_address=member.address, rank=rank.rank, peer=up.peer,
+            ))
+        return member
+
+    def _advertised(self) -> str:
+        host, _, port = self._server.address.rpartition(":")
+        return f"{self._section.advertise or host}:{port}"
+
+    def _load_reports(self) -> list[registry_pb2.Load]:
+        return [
+            registry_pb2.Load(
+                instance_id=instance_id, num_free_pages=load.num_free_pages, num_claims=load.num_claims, num_running=load.num_running,
+                num_queued_tokens=load.num_queued_tokens, num_leased_pages=load.num_leased_pages, step_us=load.step_us,
+                num_running_tokens=load.num_running_tokens,
+            )
+            for instance_id, load in self._loads.items()
+        ]

@@ -1,0 +1,105 @@
+"""A front's side of the registry: dial every router found, say who we are, keep saying how loaded we are."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+import grpc.aio
+
+from proto.baton.v1 import registry_pb2, registry_pb2_grpc
+from services.runtime.serve import cancel, open_channel
+
+logger = logging.getLogger(__name__)
+
+_RESOLVE_S = 2.0  # how often names are looked up again: replicas come and go
+_REDIAL_S = 0.2
+_LOAD_S = 0.05  # at most one load report a rank in this time
+
+
+class Membership:
+    """Joins every router that the configured names resolve to. `member()` and `loads()` give what is true now."""
+
+    def __init__(self, routers: Sequence[str], member: Callable[[], registry_pb2.Member], loads: Callable[[], Sequence[registry_pb2.Load]]) -> None:
+        self._routers = routers
+        self._member = member
+        self._loads = loads
+        self._changed = asyncio.Event()
+        self._leaving = False
+        self._version = 0
+
+    def member_changed(self) -> None:
+        """A rank came or went: say so to every router at once."""
+        self._version += 1
+        self._wake()
+
+    def loads_changed(self) -> None:
+        self._wake()
+
+    def leave(self) -> None:
+        """Tell every router that no new work is wanted; running work goes on."""
+        self._leaving = True
+        self.member_changed()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Keep one stream a router address until cancelled."""
+        streams: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                wanted = await _resolve(self._routers)
+                for address in wanted - streams.keys():
+                    streams[address] = asyncio.create_task(self._stay_joined(address))
+                for address in streams.keys() - wanted:
+                    await cancel(streams.pop(address))
+                await asyncio.sleep(_RESOLVE_S)
+        finally:
+            await cancel(*streams.values())
+
+    async def _stay_joined(self, address: str) -> None:
+        while True:
+            async with open_channel(address) as channel:
+                try:
+                    call = registry_pb2_grpc.RegistryStub(channel).Join(self._updates())
+                    async for update in call:
+                        logger.info("joined router %s at %s", update.welcome.router_id, address)
+                except grpc.aio.AioRpcError as error:
+                    logger.info("router %s: %s", address, error.details())
+            await asyncio.sleep(_REDIAL_S)
+
+    async def _updates(self) -> AsyncIterator[registry_pb2.MemberUpdate]:
+        said_version, said_loads = -1, None
+        while True:
+            changed = self._changed
+            if said_version != self._version:
+                said_version = self._version
+                yield registry_pb2.MemberUpdate(member=self._member())
+                if self._leaving:
+                    yield registry_pb2.MemberUpdate(leaving=registry_pb2.Leaving())
+            loads = list(self._loads())
+            if loads != said_loads:
+                said_loads = loads
+                for load in loads:
+                    yield registry_pb2.MemberUpdate(load=load)
+                await asyncio.sleep(_LOAD_S)
+            if changed is self._changed:
+                await changed.wait()
+
+
+async def _resolve(addresses: Sequence[str]) -> set[str]:
+    """Every numeric host:port behind `addresses`; a name that cannot be resolved now is tried again later."""
+    loop = asyncio.get_running_loop()
+    found: set[str] = set()
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            infos = await loop.getaddrinfo(host, int(port), family=socket.AF_INET, type=socket.SOCK_STREAM)
+        except (OSError, ValueError) as error:
+            logger.warning("router address %s cannot be resolved: %s", address, error)
+            continue
+        found |= {f"{info[4][0]}:{info[4][1]}" for info in infos}
+    return found

@@ -1,0 +1,143 @@
+"""What every gRPC server and channel of Baton has in common: options, health, reflection, status mapping, signals."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from services.runtime import errors
+
+# Version of proto/baton/v1 and of the NIXL notifications; unequal peers refuse each other.
+#   1  first
+WIRE_VERSION = 1
+
+MAX_MESSAGE_BYTES = 32 * 2**20
+# gRPC's own keepalive is what notices a peer that vanished without closing (DESIGN.md section 3: 2 s / 3 s both ways).
+_COMMON_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+SERVER_OPTIONS = [
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a second process on the same port must fail
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+CHANNEL_OPTIONS = [*_COMMON_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+
+_STATUS: dict[type[errors.BatonError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NoMember: grpc.StatusCode.UNAVAILABLE,
+    errors.HandoffError: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.EngineError: grpc.StatusCode.INTERNAL,
+    errors.SetupError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.BatonError: grpc.StatusCode.INTERNAL,
+}
+
+
+def status_of(error: errors.BatonError) -> grpc.StatusCode:
+    """gRPC status of `error`: that of the nearest class in the tree of errors.py."""
+    return next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.BatonError) -> None:
+    """End an RPC with the status of `error`; never returns normally. A retry hint goes into trailing metadata."""
+    trailing: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, errors.Overloaded):
+        trailing = (("retry-after-ms", str(int(error.retry_after_s * 1000))),)
+    await context.abort(status_of(error), str(error), trailing)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """Channel with Baton's bounds and keepalive; connects lazily."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+class Server:
+    """A gRPC server with health and reflection that is NOT_SERVING until told otherwise."""
+
+    def __init__(self, address: str, services: Sequence[str]) -> None:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._services = services
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+                                             reflection.SERVICE_NAME], self._server)
+        self._requested = address
+        self.address = ""  # host:port really bound, after start()
+
+    def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: object) -> None:
+        """`register` = the generated add_XServicer_to_server."""
+        register(servicer, self._server)
+
+    async def start(self) -> None:
+        """Bind and listen. Raises SetupError when the port is taken."""
+        host = self._requested.rpartition(":")[0]
+        try:
+            port = self._server.add_insecure_port(self._requested)
+        except RuntimeError:
+            raise errors.SetupError(
+                f"cannot listen on {self._requested}: the port is taken or the address is not this machine's; choose another (port 0 = any free one)"
+            ) from None
+        await self._server.start()
+        self.address = f"{host}:{port}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """Answer of grpc.health.v1.Health for "" and every service."""
+        kinds = health_pb2.HealthCheckResponse
+        for name in ("", *self._services):
+            await self._health.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)
+
+
+def run_process(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run `main(stopping)` until it returns; SIGTERM and SIGINT set `stopping`. A SetupError becomes one sentence and exit code 1."""
+
+    async def body() -> None:
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
+        await main(stopping)
+
+    try:
+        asyncio.run(body())
+    except errors.SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+async def first_of(*awaitables: Awaitable[Any]) -> None:
+    """Wait until one of `awaitables` is done, cancel the rest, and raise what the first one raised."""
+    tasks = [asyncio.ensure_future(item) for item in awaitables]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await cancel(*tasks)
+
+
+async def cancel(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel `tasks` and wait until they are gone; their outcome is of no interest any more."""
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
