@@ -20,12 +20,12 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """A table of the file: unknown keys are errors."""
 
 
-class ModelSection(Section):
+class ModelSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     path: str = "deploy/demo_model"  # Hugging Face folder
     max_model_len: NonNegative = 0  # tokens of prompt and output together; 0 = what the model's config allows
 
 
-class RouterSection(Section):
+class RouterSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     address: str = "127.0.0.1:50050"  # port 0 = any free one
     max_requests: Positive = 1024  # in flight; beyond it RESOURCE_EXHAUSTED
     retries: NonNegative = 3  # other pairs tried before a request fails
@@ -33,7 +33,7 @@ class RouterSection(Section):
     member_wait_s: Seconds = 60.0  # a stream with tokens out waits this long for a pool that became empty
 
 
-class PoolSection(Section):
+class PoolSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     address: str = "127.0.0.1:0"
     advertise: str = ""  # host that others dial; default: the host of `address`
     routers: tuple[str, ...] = ("127.0.0.1:50050",)
@@ -46,19 +46,19 @@ class PoolSection(Section):
     drain_s: Seconds = 60.0
 
 
-class PrefillSection(PoolSection):
+class PrefillSection(PoolSection, frozen=True, forbid_unknown_fields=True, kw_only=True):
     chunk_tokens: Positive = 1024  # prompt tokens a forward
 
 
-class DecodeSection(PoolSection):
+class DecodeSection(PoolSection, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_claims: Positive = 1024  # booked requests a rank
 
 
-class LogSection(Section):
+class LogSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     level: LogLevel = "warning"
 
 
-class Config(Section):
+class Config(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole file."""
 
     model: ModelSection = ModelSection()

@@ -58,6 +58,7 @@ class Front:
         self._supervisor = Supervisor(num_ranks=section.ranks, module=module, arguments=arguments, event_type=event_type,
                                       on_event=self._on_event, on_down=self._on_down)
         self._membership = Membership(section.routers, self._member, self._load_reports)
+        self._health_update: asyncio.Future[None] | None = None
         pool.register(self._server)
         pool.attach(self._supervisor.ranks)
 
@@ -99,7 +100,7 @@ class Front:
 
     def _rank_changed(self) -> None:
         self._membership.member_changed()
-        asyncio.ensure_future(self._server.set_serving(bool(self._instances)))
+        self._health_update = asyncio.ensure_future(self._server.set_serving(bool(self._instances)))
 
     def _member(self) -> registry_pb2.Member:
         ups = [(rank, rank.up) for rank in self._supervisor.ranks if rank.up is not None]

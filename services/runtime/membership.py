@@ -21,7 +21,9 @@ _LOAD_S = 0.05  # at most one load report a rank in this time
 class Membership:
     """Joins every router that the configured names resolve to. `member()` and `loads()` give what is true now."""
 
-    def __init__(self, routers: Sequence[str], member: Callable[[], registry_pb2.Member], loads: Callable[[], Sequence[registry_pb2.Load]]) -> None:
+    def __init__(
+        self, routers: Sequence[str], member: Callable[[], registry_pb2.Member], loads: Callable[[], Sequence[registry_pb2.Load]]
+    ) -> None:
         self._routers = routers
         self._member = member
         self._loads = loads

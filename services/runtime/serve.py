@@ -9,8 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.runtime import errors
@@ -73,7 +72,7 @@ class Server:
     def __init__(self, address: str, services: Sequence[str]) -> None:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._services = services
-        self._health = health_aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
                                              reflection.SERVICE_NAME], self._server)
@@ -91,7 +90,8 @@ class Server:
             port = self._server.add_insecure_port(self._requested)
         except RuntimeError:
             raise errors.SetupError(
-                f"cannot listen on {self._requested}: the port is taken or the address is not this machine's; choose another (port 0 = any free one)"
+                f"cannot listen on {self._requested}: the port is taken or the address is not this machine's; "
+                "choose another (port 0 = any free one)"
             ) from None
         await self._server.start()
         self.address = f"{host}:{port}"

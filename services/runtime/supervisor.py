@@ -160,7 +160,10 @@ class Supervisor:
             except EngineError as error:
                 logger.error("rank %d is restarted: %s", rank.rank, error)
             if rank.num_starts == 1 and not rank.was_up:
-                raise SetupError(f"rank {rank.rank}'s engine ({self._module}) exited with code {rank.exit_code} before it could serve; see its output above")
+                raise SetupError(
+                    f"rank {rank.rank}'s engine ({self._module}) exited with code {rank.exit_code} before it could serve; "
+                    "see its output above"
+                )
             self._on_down(rank)
             failures = failures + 1 if time.monotonic() - began < 30 else 0
             if not self._stopping:

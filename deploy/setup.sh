@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Creates .venv and installs what Baton needs. Run by `make`; safe to run again after a failure.
+# torch comes first and by its exact version, so that nothing else can draw in another build.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+TORCH="torch==2.13.0"
+PYTHON="${PYTHON:-python3}"
+
+fail() { echo "setup: $1" >&2; exit 1; }
+step() { echo "setup: $1"; }
+
+[ "$(uname -s)" = Linux ] || fail "Baton runs on Linux only (NIXL has no other builds); this is $(uname -s)"
+command -v "$PYTHON" >/dev/null || fail "$PYTHON is not installed; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3 ..."
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+  || fail "$PYTHON is $("$PYTHON" -c 'import platform; print(platform.python_version())'), but Baton needs 3.11 or newer; name one: make PYTHON=/path/to/python3 ..."
+"$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || fail "$PYTHON has no venv module; install it (Debian, Ubuntu: apt install python3-venv)"
+free_mb=$(df -Pm . | awk 'NR==2 {print $4}')
+[ "$free_mb" -gt 4000 ] || fail "only $free_mb MB are free here, but about 4000 MB are needed; free some space"
+
+[ -x .venv/bin/python ] || { step "creating .venv with $("$PYTHON" --version)"; "$PYTHON" -m venv .venv; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+step "1/3 pip"
+pip install -q --upgrade pip || fail "pip cannot reach a package index; check the network or pip's configuration"
+
+step "2/3 $TORCH (about 200 MB as a CPU build)"
+if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '${TORCH#*==}')" 2>/dev/null; then
+  plan=$(pip install --dry-run --quiet --report - "$TORCH" 2>/dev/null) || fail "pip finds no $TORCH for this Python and machine; Python 3.11 to 3.13 on x86-64 or aarch64 have it"
+  if grep -q '"name": *"nvidia-' <<<"$plan"; then
+    step "    pip would bring CUDA's libraries too (gigabytes); asking uv for the CPU build instead"
+    pip install -q uv && .venv/bin/python -m uv pip install -q --python .venv/bin/python --torch-backend=cpu "$TORCH" 2>/dev/null \
+      || step "    no CPU build to be had here; installing the CUDA build"
+  fi
+  pip install --progress-bar on "$TORCH" | grep -v "already satisfied" || fail "installing $TORCH failed; see the lines above"
+fi
+
+step "3/3 everything else (about 150 MB)"
+.venv/bin/python - <<'EOF' > .venv/requirements.txt
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+print("\n".join(item for item in wanted if not item.startswith("torch")))
+EOF
+pip install --progress-bar on "$TORCH" -r .venv/requirements.txt | grep -v "already satisfied" || true
+.venv/bin/python - <<'EOF' || fail "an installed package does not import; see the line above, then run: rm -rf .venv && make setup"
+import grpc, msgspec, nixl_cu13, numpy, safetensors, tokenizers, torch, zmq  # noqa: F401
+EOF
+touch .venv/.ready
+step "done"
