@@ -40,6 +40,10 @@ class PoolService(Protocol):
         """The engine incarnation is gone: fail everything that it had."""
         ...
 
+    def drain(self) -> None:
+        """Refuse new work from now on; what runs goes on."""
+        ...
+
     def num_active(self) -> int:
         """Requests not yet over; a drain waits until it is 0."""
         ...
@@ -72,6 +76,7 @@ class Front:
 
     async def _drain_when(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
+        self._pool.drain()
         await self._server.set_serving(False)
         self._membership.leave()
         deadline = time.monotonic() + self._section.drain_s
