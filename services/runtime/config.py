@@ -48,6 +48,7 @@ class PoolSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 class PrefillSection(PoolSection, frozen=True, forbid_unknown_fields=True, kw_only=True):
     chunk_tokens: Positive = 1024  # prompt tokens a forward
+    max_queued: Positive = 1024  # prompts a rank that wait for pages
 
 
 class DecodeSection(PoolSection, frozen=True, forbid_unknown_fields=True, kw_only=True):
