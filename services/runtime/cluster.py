@@ -27,31 +27,40 @@ _LEAVE_S = 70.0  # a drain takes 60 s at most
 
 
 class Cluster:
-    """Starts, watches and ends the processes. `settings` are `--set` overrides for every one of them."""
+    """Starts, watches and ends the processes. `settings` are `--set` overrides for every one of them; the fronts join
+    `more_routers` besides their own.
+    """
 
-    def __init__(self, config: Path | None, *, prefill: int, decode: int, settings: Sequence[str] = (), run_dir: Path = RUN_DIR) -> None:
+    def __init__(self, config: Path | None, *, prefill: int, decode: int, settings: Sequence[str] = (), run_dir: Path = RUN_DIR,
+                 more_routers: Sequence[str] = ()) -> None:
         self.router_address = ""
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self._config = config
         self._ranks = {"prefill": prefill, "decode": decode}
         self._settings = settings
         self._run_dir = run_dir
+        self._more_routers = more_routers
 
     async def start(self) -> None:
         """Start everything and wait until every rank has joined. Raises SetupError when a process cannot start."""
+        await self.start_router()
+        for role, ranks in self._ranks.items():
+            await self.add_front(role, ranks)
+        await first_of(self._watch(), self._until_complete())
+
+    async def start_router(self) -> None:
+        """Start the router alone and learn its address."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         address_file = self._run_dir / "router"
         address_file.unlink(missing_ok=True)
         await self._spawn("router", "services.router", ["--address-file", str(address_file)])
         await first_of(self._watch(), self._read_address(address_file))
-        for role, ranks in self._ranks.items():
-            await self.add_front(role, ranks)
-        await first_of(self._watch(), self._until_complete())
 
     async def add_front(self, role: str, ranks: int) -> str:
         """Start one more front of `role` with `ranks` ranks; returns its name here."""
         name = role if role not in self.processes else f"{role}-{len(self.processes)}"
-        overrides = [f"{role}.ranks={ranks}", f'{role}.routers=["{self.router_address}"]']
+        routers = ", ".join(f'"{address}"' for address in (self.router_address, *self._more_routers))
+        overrides = [f"{role}.ranks={ranks}", f"{role}.routers=[{routers}]"]
         await self._spawn(name, f"services.{role}", [word for override in overrides for word in ("--set", override)])
         return name
 

@@ -1,0 +1,72 @@
+"""A user's mistake at start-up: one sentence, non-zero exit, no traceback."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.rig import DEMO_CONFIG, ROOT
+
+MODEL = ROOT / "deploy" / "demo_model"
+
+
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def assert_one_sentence(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    output = done.stderr.strip()
+    assert done.returncode != 0, f"exit code 0; {output}"
+    assert "Traceback" not in output, output
+    assert len(output.splitlines()) == 1, output
+    for word in words:
+        assert word in output, f"{word!r} is not in {output!r}"
+
+
+@pytest.mark.parametrize("module", ["services.router", "services.prefill", "services.decode"])
+def test_wrong_toml_key_is_named(module: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text("[prefill]\nnum_pagse = 3\n")
+    assert_one_sentence(run(module, "--config", str(file)), str(file), "num_pagse", "num_pages")
+
+
+@pytest.mark.parametrize("module", ["services.router", "services.prefill", "services.decode"])
+def test_missing_config_file_is_named(module: str) -> None:
+    assert_one_sentence(run(module, "--config", "/nowhere/at/all.toml"), "/nowhere/at/all.toml")
+
+
+def test_wrong_value_names_key_and_limit() -> None:
+    assert_one_sentence(run("services.decode", "--set", "decode.num_pages=0"), "num_pages", ">= 1")
+
+
+@pytest.mark.parametrize("module", ["services.router", "services.prefill", "services.decode"])
+def test_busy_port_is_named(module: str) -> None:
+    role = module.rpartition(".")[2]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert_one_sentence(run(module, "--config", str(DEMO_CONFIG), "--set", f"{role}.address={address}"), address)
+
+
+@pytest.mark.parametrize("module", ["services.router", "services.prefill", "services.decode"])
+def test_missing_model_folder_is_named(module: str) -> None:
+    assert_one_sentence(run(module, "--set", "model.path=/nowhere/model"), "/nowhere/model")
+
+
+def test_truncated_checkpoint_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(MODEL, broken)
+    shard = max(broken.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    assert_one_sentence(run("services.prefill", "--set", f"model.path={broken}"), shard.name)
+
+
+def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
+    other = tmp_path / "model"
+    shutil.copytree(MODEL, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    assert_one_sentence(run("services.decode", "--set", f"model.path={other}"), "model_type", "llama", "deepseek_v3")
