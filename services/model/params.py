@@ -2,8 +2,9 @@
 
 import msgspec
 
-SAMPLER_VERSION = 1  # part of the KV fingerprint: raised when the same params and logits would give another token
-"""1: first version; order of penalties, mask, temperature, filters, Philox4x32-10 noise as in `sampling.py`."""
+SAMPLER_VERSION = 1  # part of the KV fingerprint: raised when the same params and logits would give another token; 1 = first version
+
+MIN_TEMPERATURE = 1e-5
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int = -1
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the best token is taken as it is; so small a temperature would overflow fp32 and choose the same."""
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:

@@ -1,0 +1,126 @@
+"""Safetensors files of a model folder, read by their headers alone: what is where, whether files are whole, the revision.
+
+A file is `u64 header length | JSON header | tensor bytes`; only the headers are read here, so a folder of hundreds of
+gigabytes is checked in moments and before any memory is taken. No torch.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from services.runtime.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_CHUNK_BYTES = 1 << 22
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies."""
+
+    path: Path
+    dtype: str  # safetensors' word: F32, BF16, F16, F8_E4M3
+    shape: tuple[int, ...]
+
+
+def read_entries(folder: Path) -> dict[str, TensorEntry]:
+    """All tensors of `folder` by name, in file order; missing, truncated and contradictory files raise CheckpointError."""
+    index = _read_index(folder)
+    entries: dict[str, TensorEntry] = {}
+    for path in shard_paths(folder):
+        for name, entry in _read_header(path).items():
+            if name in entries:
+                raise CheckpointError(f"tensor {name} is in {path} and in {entries[name].path}; keep one of them")
+            if index is not None and index.get(name) != path.name:
+                raise CheckpointError(f"tensor {name} is in {path} but {INDEX_NAME} places it in {index.get(name)}; rebuild the index")
+            entries[name] = entry
+    for name, file in (index or {}).items():
+        if name not in entries:
+            raise CheckpointError(f"tensor {name} is missing from {folder / file}, where {INDEX_NAME} places it; fetch that file again")
+    return entries
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The folder's safetensors files, sorted by name: those of the index, or the single file."""
+    index = _read_index(folder)
+    paths = [folder / name for name in sorted(set(index.values()))] if index is not None else [folder / SINGLE_NAME]
+    for path in paths:
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist; a model folder holds {SINGLE_NAME}, or {INDEX_NAME} and all files that it names")
+    return paths
+
+
+def revision(folder: Path) -> str:
+    """Hex blake2b-128 over every shard (name order): length, then header and tensor bytes; the same weights, the same revision.
+
+    Cached beside the folder as `<folder>.revision.json` under sizes and times of change; where that cannot be written
+    it is computed on each call.
+    """
+    paths = shard_paths(folder)
+    stamp = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+    resolved = folder.resolve()
+    cache = resolved.with_name(resolved.name + ".revision.json")
+    cached = _read_cached_revision(cache, stamp)
+    if cached is not None:
+        return cached
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        digest.update(path.stat().st_size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    value = digest.hexdigest()
+    scratch = cache.with_name(f"{cache.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):  # a read-only place costs time, not correctness
+        scratch.write_text(json.dumps({"revision": value, "files": stamp}), encoding="utf-8")
+        scratch.replace(cache)
+    return value
+
+
+def _read_cached_revision(cache: Path, stamp: dict[str, list[int]]) -> str | None:
+    try:
+        stored = json.loads(cache.read_text(encoding="utf-8"))
+        return str(stored["revision"]) if stored["files"] == stamp else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    path = folder / INDEX_NAME
+    if not path.exists():
+        return None
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        index = {str(name): str(file) for name, file in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is not a JSON object with weight_map (tensor name to file name); rebuild the index") from None
+    for file in index.values():
+        if Path(file).name != file:
+            raise CheckpointError(f"{path} names the file {file!r} but files lie in the model folder itself; use bare file names")
+    return index
+
+
+def _read_header(path: Path) -> dict[str, TensorEntry]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise CheckpointError(f"{path} has {size} bytes and ends inside its header; fetch it again")
+        raw = file.read(length)
+    try:
+        header = cast("dict[str, dict[str, object]]", json.loads(raw))
+        fields = {name: value for name, value in header.items() if name != "__metadata__"}
+        entries = {name: TensorEntry(path, str(v["dtype"]), tuple(cast("list[int]", v["shape"]))) for name, v in fields.items()}
+        ends = {name: 8 + length + cast("list[int]", value["data_offsets"])[1] for name, value in fields.items()}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise CheckpointError(f"{path} has no readable safetensors header; fetch it again") from None
+    for name, end in ends.items():
+        if end > size:
+            raise CheckpointError(f"tensor {name} ends at byte {end} of {path}, which has only {size}: the file is truncated; fetch it again")
+    return entries

@@ -1,0 +1,155 @@
+"""A model folder becomes the weights of one rank: checked by its headers first, then copied tensor by tensor.
+
+Files are memory-mapped one at a time and every tensor is dequantised straight into the place where it stays, so peak
+memory is what the rank keeps plus one tensor's scales; bytes of experts that the rank does not own are never touched.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.model.checkpoint import TensorEntry, read_entries, revision
+from services.model.config import ModelConfig, load_config
+from services.model.names import SCALE_SUFFIX, Shapes, model_shapes, mtp_shapes, repeated_shapes
+from services.model.placement import Placement
+from services.model.weights import ModelWeights
+from services.runtime.errors import CheckpointError
+
+__all__ = ["load_tensors", "load_weights", "no_progress", "revision", "show_progress"]
+
+Progress = Callable[[int, int], None]
+"""Called with (tensors done, tensors in all) after each tensor."""
+
+_DTYPES = ("F32", "BF16", "F16", "F8_E4M3")
+
+
+def no_progress(_done: int, _total: int) -> None:
+    """Say nothing."""
+
+
+def load_weights(folder: Path, config: ModelConfig, progress: Progress = no_progress, experts: range | None = None) -> ModelWeights:
+    """The model's layers as fp32 tensors on CPU, without the MTP layer.
+
+    experts  contiguous range of routed experts to keep in every MoE layer (default: all); no byte of others is read
+    Raises CheckpointError in one sentence naming tensor and file.
+    """
+    kept = range(config.n_routed_experts) if experts is None else experts
+    if kept.step != 1 or not 0 <= kept.start < kept.stop <= config.n_routed_experts:
+        raise CheckpointError(f"experts {kept.start} to {kept.stop - 1} were asked for but the model has 0 to {config.n_routed_experts - 1}")
+    entries = read_entries(folder)
+    check_entries(entries, config, folder)
+    placement = Placement(config, kept)
+    _copy(entries, placement.destinations, config, progress)
+    return placement.weights()
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the folder (the MTP layer's too) under its Hugging Face name, dequantised to fp32 on CPU."""
+    config, entries = load_config(folder), read_entries(folder)
+    check_entries(entries, config, folder)
+    names = [name for name in entries if not name.endswith(SCALE_SUFFIX)]
+    destinations = {name: torch.empty(entries[name].shape, dtype=torch.float32) for name in names}
+    _copy(entries, destinations, config, no_progress)
+    return destinations
+
+
+def check_entries(entries: dict[str, TensorEntry], config: ModelConfig, folder: Path) -> None:
+    """Refuse missing, surplus, wrongly shaped and wrongly typed tensors; the MTP layer is there whole or not at all."""
+    required, mtp, repeated = model_shapes(config), mtp_shapes(config), repeated_shapes(config)
+    if any(name in entries for name in mtp):
+        required |= mtp
+    for name in required:
+        if name not in entries:
+            raise CheckpointError(f"tensor {name} is missing from {folder}; fetch the checkpoint again or correct config.json")
+    for name, entry in entries.items():
+        if name.endswith(SCALE_SUFFIX):
+            _check_scale(name, entry, entries)
+        else:
+            _check_tensor(name, entry, entries, required | repeated if name in repeated else required, config)
+
+
+def _check_tensor(name: str, entry: TensorEntry, entries: dict[str, TensorEntry], shapes: Shapes, config: ModelConfig) -> None:
+    if name not in shapes:
+        raise CheckpointError(f"tensor {name} of {entry.path} belongs to no part of the model that config.json describes")
+    if entry.shape != shapes[name]:
+        raise CheckpointError(f"tensor {name} of {entry.path} has shape {list(entry.shape)} but config.json asks for {list(shapes[name])}")
+    if entry.dtype not in _DTYPES:
+        raise CheckpointError(f"tensor {name} of {entry.path} has dtype {entry.dtype} but only {', '.join(_DTYPES)} are supported")
+    if entry.dtype != "F8_E4M3":
+        return
+    if config.weight_block_size is None or len(entry.shape) != 2:
+        raise CheckpointError(f"tensor {name} of {entry.path} is FP8 but config.json gives no weight_block_size for it in quantization_config")
+    scale = entries.get(name + SCALE_SUFFIX)
+    if scale is None:
+        raise CheckpointError(f"tensor {name + SCALE_SUFFIX} is missing though {name} of {entry.path} is FP8; fetch the checkpoint again")
+    blocks = tuple(math.ceil(size / block) for size, block in zip(entry.shape, config.weight_block_size, strict=True))
+    if scale.shape != blocks or scale.dtype != "F32":
+        raise CheckpointError(
+            f"tensor {name + SCALE_SUFFIX} of {scale.path} is {scale.dtype} {list(scale.shape)} but the blocks of {name} ask for F32 {list(blocks)}"
+        )
+
+
+def _check_scale(name: str, entry: TensorEntry, entries: dict[str, TensorEntry]) -> None:
+    weight = entries.get(name.removesuffix(SCALE_SUFFIX))
+    if weight is None or weight.dtype != "F8_E4M3":
+        raise CheckpointError(f"tensor {name} of {entry.path} scales no FP8 tensor; remove it or restore the weight")
+
+
+def _copy(entries: dict[str, TensorEntry], destinations: dict[str, torch.Tensor], config: ModelConfig, progress: Progress) -> None:
+    """Fill every destination from its file, in file order, one file open at a time (two where a scale lies elsewhere)."""
+    by_path: dict[Path, list[str]] = {}
+    for name in destinations:
+        by_path.setdefault(entries[name].path, []).append(name)
+    done = 0
+    for path, names in sorted(by_path.items()):
+        scales = {name: entries[name + SCALE_SUFFIX].path for name in names if entries[name].dtype == "F8_E4M3"}
+        with ExitStack() as stack:
+            files = {p: stack.enter_context(_open(p)) for p in {path, *scales.values()}}
+            for name in names:
+                scale = files[scales[name]].get_tensor(name + SCALE_SUFFIX) if name in scales else None
+                dequantise_into(destinations[name], files[path].get_tensor(name), scale, config.weight_block_size)
+                done += 1
+                progress(done, len(destinations))
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors ({error}); fetch it again") from None
+
+
+def dequantise_into(out: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int] | None) -> None:
+    """Write `stored` into `out` as fp32, each block times its scale.
+
+    out, stored  [rows, columns] (any shape without a scale)
+    scale        [ceil(rows / block rows), ceil(columns / block columns)] fp32; the last blocks may be partial
+    """
+    out.copy_(stored)
+    if scale is None or block is None:
+        return
+    per_column = scale.repeat_interleave(block[1], dim=1)[:, : out.shape[1]]  # [row blocks, columns]
+    for index, factors in enumerate(per_column):
+        out[index * block[0] : (index + 1) * block[0]] *= factors
+
+
+def show_progress(label: str) -> Progress:
+    """A rich bar on stderr for `load_weights`; it closes itself with the last tensor."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    bar = Bar(console=Console(stderr=True), transient=True)
+    task = bar.add_task(label, total=None)
+
+    def advance(done: int, total: int) -> None:
+        if done == 1:
+            bar.start()
+        bar.update(task, completed=done, total=total)
+        if done == total:
+            bar.stop()
+
+    return advance

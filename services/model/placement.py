@@ -1,0 +1,83 @@
+"""Where each checkpoint tensor ends up in a rank's `ModelWeights`: destinations are slices of tensors that stay.
+
+Gate and up projections become one matrix and the experts of a layer one stack, so the pools run one GEMM each.
+"""
+
+import torch
+
+from services.model.config import ModelConfig
+from services.model.names import EMBED, HEAD, NORM, expert_prefix, layer_prefix
+from services.model.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+
+
+class Placement:
+    """Preallocated weights of the experts `experts` and all else; `destinations[name]` is where that tensor is to be written."""
+
+    def __init__(self, config: ModelConfig, experts: range) -> None:
+        self._config, self._experts = config, experts
+        self.destinations: dict[str, torch.Tensor] = {}
+        hidden, vocab = config.hidden_size, config.vocab_size
+        embed = self._new(EMBED, vocab, hidden)
+        self._weights = ModelWeights(
+            embed=embed,
+            layers=tuple(self._layer(layer) for layer in range(config.num_hidden_layers)),
+            norm=self._new(NORM, hidden),
+            head=embed if config.tie_word_embeddings else self._new(HEAD, vocab, hidden),
+        )
+
+    def weights(self) -> ModelWeights:
+        """The weights; whole once every destination has been written."""
+        return self._weights
+
+    def _new(self, name: str, *shape: int) -> torch.Tensor:
+        self.destinations[name] = torch.empty(shape, dtype=torch.float32)
+        return self.destinations[name]
+
+    def _layer(self, layer: int) -> LayerWeights:
+        config, prefix = self._config, layer_prefix(layer)
+        return LayerWeights(
+            input_norm=self._new(f"{prefix}input_layernorm.weight", config.hidden_size),
+            attention=self._attention(f"{prefix}self_attn."),
+            post_attention_norm=self._new(f"{prefix}post_attention_layernorm.weight", config.hidden_size),
+            mlp=self._moe(layer) if config.is_moe_layer(layer) else self._mlp(f"{prefix}mlp.", config.intermediate_size),
+        )
+
+    def _attention(self, prefix: str) -> AttentionWeights:
+        config = self._config
+        heads, hidden, latent, rank = config.num_attention_heads, config.hidden_size, config.kv_lora_rank, config.q_lora_rank
+        q_b_name, q_b_in = (f"{prefix}q_proj.weight", hidden) if rank is None else (f"{prefix}q_b_proj.weight", rank)
+        return AttentionWeights(
+            q_a=None if rank is None else self._new(f"{prefix}q_a_proj.weight", rank, hidden),
+            q_a_norm=None if rank is None else self._new(f"{prefix}q_a_layernorm.weight", rank),
+            q_b=self._new(q_b_name, heads * config.qk_head_dim, q_b_in),
+            kv_a=self._new(f"{prefix}kv_a_proj_with_mqa.weight", config.latent_width, hidden),
+            kv_a_norm=self._new(f"{prefix}kv_a_layernorm.weight", latent),
+            kv_b=self._new(f"{prefix}kv_b_proj.weight", heads * (config.qk_nope_head_dim + config.v_head_dim), latent),
+            o=self._new(f"{prefix}o_proj.weight", hidden, heads * config.v_head_dim),
+        )
+
+    def _mlp(self, prefix: str, intermediate: int) -> MlpWeights:
+        hidden = self._config.hidden_size
+        mlp = MlpWeights(gate_up=torch.empty(2 * intermediate, hidden, dtype=torch.float32), down=torch.empty(hidden, intermediate, dtype=torch.float32))
+        self._place_mlp(prefix, mlp.gate_up, mlp.down)
+        return mlp
+
+    def _place_mlp(self, prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """gate_up [2 * intermediate, hidden], down [hidden, intermediate]."""
+        gate, up = gate_up.chunk(2)
+        self.destinations |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up, f"{prefix}down_proj.weight": down}
+
+    def _moe(self, layer: int) -> MoeWeights:
+        config, prefix = self._config, f"{layer_prefix(layer)}mlp."
+        hidden, intermediate = config.hidden_size, config.moe_intermediate_size
+        gate_up = torch.empty(len(self._experts), 2 * intermediate, hidden, dtype=torch.float32)
+        down = torch.empty(len(self._experts), hidden, intermediate, dtype=torch.float32)
+        for local, expert in enumerate(self._experts):
+            self._place_mlp(expert_prefix(layer, expert), gate_up[local], down[local])
+        return MoeWeights(
+            gate=self._new(f"{prefix}gate.weight", config.n_routed_experts, hidden),
+            bias=self._new(f"{prefix}gate.e_score_correction_bias", config.n_routed_experts),
+            gate_up=gate_up,
+            down=down,
+            shared=self._mlp(f"{prefix}shared_experts.", config.n_shared_experts * intermediate) if config.n_shared_experts else None,
+        )
