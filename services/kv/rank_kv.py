@@ -70,7 +70,7 @@ def open_rank_kv(
     fabric: "LocalFabric | None" = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RankKv:
-    """Allocate and register `num_pages` pages under a fresh instance id; `fabric` belongs to the "local" transport, `clock` times leases."""
+    """Allocate and register `num_pages` pages under a fresh instance id; `fabric` is for the "local" transport, `clock` times leases."""
     memory = KvMemory(layout, num_pages)
     opened = create_transport(transport, instance_id=new_instance_id(), memory=memory, compatibility=compatibility, fabric=fabric)
     return RankKv(memory, opened, compatibility, clock)

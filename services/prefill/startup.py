@@ -1,0 +1,65 @@
+"""Everything a prefill rank loads before it may say `Up`: model, pages, transport; and one forward to have it all warm."""
+import dataclasses
+import sys
+from pathlib import Path
+
+from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
+from services.kv.pages import Holder, HolderKind
+from services.kv.rank_kv import RankKv, open_rank_kv
+from services.model.config import ModelConfig, load_config
+from services.model.loader import load_weights, no_progress, revision, show_progress
+from services.model.params import SAMPLER_VERSION
+from services.prefill.forward import PrefillChunk, PrefillForward
+from services.runtime.config import Config
+from services.runtime.errors import ConfigError
+from services.runtime.ipc import Up
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Parts of a rank that is ready."""
+
+    model: ModelConfig
+    kv: RankKv
+    forward: PrefillForward
+    max_model_len: int
+
+    def up(self, max_running: int) -> Up:
+        """The rank's first event."""
+        return Up(
+            instance_id=self.kv.instance_id, peer=self.kv.transport.metadata(), fingerprint=self.kv.compatibility.fingerprint,
+            max_model_len=self.max_model_len, vocab_size=self.model.vocab_size, page_size=PAGE_SIZE, num_pages=self.kv.pool.num_pages,
+            max_running=max_running,
+        )
+
+
+def load(config: Config, rank: int) -> Loaded:
+    """Load the model folder, register memory, run a forward. Raises SetupError in one sentence."""
+    section, folder = config.prefill, Path(config.model.path)
+    model = load_config(folder)
+    max_model_len = config.model.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"model.max_model_len is {max_model_len} but {folder} supports {model.max_position_embeddings} tokens; lower it, or 0 for all"
+        )
+    # One bar a front is enough, and none where nobody looks.
+    progress = show_progress("prefill: weights") if rank == 0 and sys.stderr.isatty() else no_progress
+    forward = PrefillForward(model, load_weights(folder, model, progress))
+    layout = KvLayout(
+        num_layers=model.num_hidden_layers, kv_lora_rank=model.kv_lora_rank, rope_dim=model.qk_rope_head_dim, dtype=section.dtype
+    )
+    mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
+    kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine)
+    warm_up(forward, kv)
+    return Loaded(model, kv, forward, max_model_len)
+
+
+def warm_up(forward: PrefillForward, kv: RankKv) -> None:
+    """First forwards cost what later ones do not (thread pools, code paths, page faults): pay before anybody waits."""
+    holder = Holder(HolderKind.REQUEST, "warm-up")
+    with kv.lock:
+        pages = kv.pool.take(1, holder)
+    for start, num_tokens in ((0, PAGE_SIZE - 1), (PAGE_SIZE - 1, 1)):  # from scratch, then one that reads the page
+        forward.run(kv.memory.pages, [PrefillChunk(token_ids=[0] * num_tokens, start=start, page_table=pages, want_logits=True)])
+    with kv.lock:
+        kv.pool.release(holder)
