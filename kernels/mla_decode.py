@@ -1,0 +1,121 @@
+"""Paged attention over latents for one new token a request: MLA in its absorbed form, where all heads share one key and value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.backend import Backend, select
+
+
+@dataclass(frozen=True, slots=True)
+class MlaDecodeShape:
+    """Sizes fixed by the model; a cached entry is kv_lora_rank latent values, then rope_dim of the rotated key."""
+
+    num_heads: int
+    kv_lora_rank: int
+    rope_dim: int
+    softmax_scale: float
+
+    @property
+    def width(self) -> int:
+        """Values of a cached entry."""
+        return self.kv_lora_rank + self.rope_dim
+
+
+class MlaDecode(Protocol):
+    """Planned once a step, run once a layer."""
+
+    def plan(self, pages: torch.Tensor, page_tables: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
+        """Fix what the next runs attend to.
+
+        pages        [num_pages, num_layers, page_size, width]; read by `run`, so entries stored in between count
+        page_tables  a request each; entry i holds the positions i * page_size .. (i + 1) * page_size - 1
+        kv_lens      a request each, >= 1: positions 0 .. kv_len - 1 are attended to, later slots are never read
+        """
+        ...
+
+    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attend in one layer.
+
+        q        [batch, num_heads, width]: the query times kv_b's key half, then its rotated part
+        returns  [batch, num_heads, kv_lora_rank]: softmax(q . entry * scale) weighted latents, still to pass kv_b's value half
+        """
+        ...
+
+
+def create_mla_decode(shape: MlaDecodeShape, *, backend: Backend = "auto") -> MlaDecode:
+    """Return the planner of the chosen backend."""
+    return select(_IMPLEMENTATIONS, backend)(shape)
+
+
+class ReferenceMlaDecode:
+    """Request by request, head by head, entry by entry gathered through the page table."""
+
+    def __init__(self, shape: MlaDecodeShape) -> None:
+        self._shape = shape
+
+    def plan(self, pages: torch.Tensor, page_tables: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
+        self._pages, self._page_tables, self._kv_lens = pages, page_tables, kv_lens
+
+    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        size, rank = self._pages.shape[2], self._shape.kv_lora_rank
+        out = q.new_zeros(q.shape[0], q.shape[1], rank)
+        for request, (table, kv_len) in enumerate(zip(self._page_tables, self._kv_lens, strict=True)):
+            entries = torch.stack([self._pages[table[i // size], layer, i % size] for i in range(kv_len)])  # [kv_len, width]
+            for head in range(q.shape[1]):
+                weights = torch.softmax(entries @ q[request, head] * self._shape.softmax_scale, dim=0)  # [kv_len]
+                out[request, head] = weights @ entries[:, :rank]
+        return out
+
+
+class TorchMlaDecode:
+    """A loop over requests, inside it over pages, on views: no entry is ever copied, so memory stays at scores [heads, kv_len].
+
+    On a Zen 5 core as fast as gathering first up to 512 entries (8 requests, 4 heads: 474 | 478 us at 250 entries, 944 | 988
+    at 512, paged | gathered), a third slower at 2,000, and padding for one batched product would read what nobody wrote.
+    """
+
+    def __init__(self, shape: MlaDecodeShape) -> None:
+        self._shape = shape
+        self._pages: torch.Tensor | None = None
+        self._full_pages: dict[int, _LayerViews] = {}  # views of one page cost a microsecond each: made once a pool
+        self._requests: list[list[_LayerViews]] = []
+
+    def plan(self, pages: torch.Tensor, page_tables: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
+        if pages is not self._pages:
+            self._pages, self._full_pages = pages, {}
+        size = pages.shape[2]
+        self._requests = []
+        for table, kv_len in zip(page_tables, kv_lens, strict=True):
+            num_full, rest = divmod(kv_len, size)
+            views = [self._full_pages.get(page) or self._view_full_page(pages, page) for page in table[:num_full]]
+            if rest:
+                views.append(self._views(pages[table[num_full], :, :rest]))
+            self._requests.append(views)
+
+    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        q = q * self._shape.softmax_scale
+        outs = [self._attend(q[i], [views[layer] for views in request]) for i, request in enumerate(self._requests)]
+        return torch.stack(outs)
+
+    def _attend(self, q: torch.Tensor, views: "list[tuple[torch.Tensor, torch.Tensor]]") -> torch.Tensor:
+        scores = torch.cat([torch.nn.functional.linear(q, entries) for entries, _ in views], dim=1)  # [num_heads, kv_len]
+        weights = torch.softmax(scores, dim=1).split([latents.shape[0] for _, latents in views], dim=1)
+        out = torch.mm(weights[0], views[0][1])  # [num_heads, kv_lora_rank]
+        for part, (_, latents) in zip(weights[1:], views[1:], strict=True):
+            out.addmm_(part, latents)
+        return out
+
+    def _view_full_page(self, pages: torch.Tensor, page: int) -> "_LayerViews":
+        views = self._full_pages[page] = self._views(pages[page])
+        return views
+
+    def _views(self, page: torch.Tensor) -> "_LayerViews":
+        """page [num_layers, num_entries, width] -> a layer each: (entries [n, width], latents [n, kv_lora_rank])."""
+        return list(zip(page.unbind(0), page[..., : self._shape.kv_lora_rank].unbind(0), strict=True))
+
+
+_LayerViews = list[tuple[torch.Tensor, torch.Tensor]]
+_IMPLEMENTATIONS = {"torch": TorchMlaDecode, "reference": ReferenceMlaDecode}
