@@ -1,0 +1,27 @@
+"""`python -m services.router --config F`: one router process."""
+
+import asyncio
+from pathlib import Path
+
+from services.router.server import Router
+from services.runtime.config import argument_parser, load_config
+from services.runtime.serve import run_process
+from services.runtime.telemetry import setup_logging
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT."""
+    parser = argument_parser("Baton's router: clients and pool fronts connect to it.")
+    parser.add_argument("--address-file", type=Path, default=None, help="where to write host:port once the router listens")
+    arguments = parser.parse_args()
+
+    async def run(stopping: asyncio.Event) -> None:
+        config = load_config(arguments.config, arguments.set)
+        setup_logging("router", config.log.level)
+        await Router(config).run(stopping, arguments.address_file)
+
+    run_process(run)
+
+
+if __name__ == "__main__":
+    main()

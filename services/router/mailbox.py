@@ -1,0 +1,82 @@
+"""What a request's coroutine reads: everything that happens to it, in order, from sessions, calls and timers."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from proto.baton.v1 import common_pb2, decode_pb2, prefill_pb2
+
+
+class StepSlice(NamedTuple):
+    """One request's columns of a StepTokens message."""
+
+    attempt: int
+    first_index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]  # as token_ids, or empty
+    top_logprobs: Sequence[common_pb2.TopLogprobs]  # as token_ids, or empty
+    num_accepted_drafts: int
+
+
+class PrefillDone(NamedTuple):
+    """Prefill.Run has returned."""
+
+    attempt: int
+    reply: prefill_pb2.PrefillReply
+
+
+class RankFailed(NamedTuple):
+    """A whole rank, or the way to it, failed this attempt."""
+
+    attempt: int
+    role: str
+    reason: common_pb2.Reason
+    message: str
+
+
+class TimerFired(NamedTuple):
+    """A timer of the request itself; `name` is "deadline" or "settle"."""
+
+    name: str
+
+
+Reply: TypeAlias = decode_pb2.Claimed | decode_pb2.Ready | decode_pb2.RequestFinished | decode_pb2.RequestFailed
+Event: TypeAlias = StepSlice | PrefillDone | RankFailed | TimerFired | Reply
+
+
+class Mailbox:
+    """Events of one request. One coroutine takes them; putting never waits and never makes a task."""
+
+    def __init__(self, max_tokens: int, on_overflow: Callable[[], object]) -> None:
+        """`on_overflow` is called once, when more than `max_tokens` tokens wait to be taken."""
+        self._events: list[Event] = []
+        self._num_tokens = 0
+        self._max_tokens = max_tokens
+        self._on_overflow = on_overflow
+        self._waiter: asyncio.Future[None] | None = None
+        self.overflowed = False
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        if isinstance(event, StepSlice):
+            self._num_tokens += len(event.token_ids)
+            if self._num_tokens > self._max_tokens and not self.overflowed:
+                self.overflowed = True
+                self._on_overflow()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Event]:
+        """All events that wait; at least one."""
+        while not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        events, self._events, self._num_tokens = self._events, [], 0
+        return events
+
+    def clear(self) -> None:
+        """Forget what waits: it belongs to an attempt that is over."""
+        self._events, self._num_tokens = [], 0

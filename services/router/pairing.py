@@ -1,0 +1,77 @@
+"""Finds the two ranks of an attempt: what the pool and the prefix index know, put before the policy."""
+
+import random
+import time
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from services.router.policy import DecodeView, PrefillView, choose_decode, choose_prefill
+from services.router.pool import Pool, RankState
+from services.router.validate import Limits
+from services.runtime.errors import NoMember
+
+
+class Need(NamedTuple):
+    """What an attempt needs of its ranks."""
+
+    digests: Sequence[bytes]
+    num_prompt_tokens: int  # replayed tokens included
+    num_total_tokens: int  # prompt and all of max_tokens
+    has_decode: bool  # false when prefill's token is the last one
+    model: tuple[str, Limits] | None  # of the tokens already sent; None = any
+    avoid: Collection[str]  # instance ids that failed this request: only taken when there is no other
+
+
+class Pair(NamedTuple):
+    """Who serves an attempt, and how much it brings them."""
+
+    prefill: RankState
+    decode: RankState | None
+    num_uncached_tokens: int  # believed
+    reason: str
+
+
+def choose_pair(pool: Pool, need: Need) -> Pair:
+    """Decode first, then prefill. Raises NoMember naming the pool that is empty."""
+    prefills, decodes = _candidates(pool, need)
+    index, draw, now = pool.index, random.getrandbits(32), time.monotonic()
+    decode: RankState | None = None
+    reason = "no decode"
+    if need.has_decode:
+        views = [
+            DecodeView(state.instance_id, state.group, index.num_hit_tokens(state.instance_id, need.digests, now),
+                       state.num_tokens, state.num_requests, state.max_running)
+            for state in _prefer(decodes, need.avoid)
+        ]
+        choice = choose_decode(views, need.num_prompt_tokens, draw)
+        decode = next(state for state in decodes if state.instance_id == choice.instance_id)
+        prefills = [state for state in prefills if state.model == decode.model]
+        reason = f"decode: {choice.reason}"
+    hits = {state.instance_id: index.num_hit_tokens(state.instance_id, need.digests, now) for state in prefills}
+    candidates = _prefer(prefills, need.avoid)
+    choice = choose_prefill(
+        [PrefillView(state.instance_id, hits[state.instance_id], state.num_tokens) for state in candidates], need.num_prompt_tokens, draw
+    )
+    prefill = next(state for state in prefills if state.instance_id == choice.instance_id)
+    return Pair(prefill, decode, need.num_prompt_tokens - hits[prefill.instance_id], f"prefill: {choice.reason}; {reason}")
+
+
+def _candidates(pool: Pool, need: Need) -> tuple[list[RankState], list[RankState]]:
+    """Usable ranks of models that fit. Raises NoMember when a role that is needed has none."""
+    prefills, decodes = (
+        [state for state in pool.usable(role) if need.model in (None, state.model) and state.limits.max_model_len >= need.num_total_tokens]
+        for role in ("prefill", "decode")
+    )
+    empty = [role for role, ranks, needed in (("prefill", prefills, True), ("decode", decodes, need.has_decode)) if needed and not ranks]
+    if empty:
+        raise NoMember(f"the {' and the '.join(empty)} pool has no rank that could serve; start one or wait until one is ready")
+    if need.has_decode:
+        models = {state.model for state in prefills} & {state.model for state in decodes}
+        prefills, decodes = [s for s in prefills if s.model in models], [s for s in decodes if s.model in models]
+        if not models:
+            raise NoMember("no prefill rank and decode rank have one fingerprint and limits; run both pools with one model and release")
+    return prefills, decodes
+
+
+def _prefer(ranks: Sequence[RankState], avoid: Collection[str]) -> Sequence[RankState]:
+    return [state for state in ranks if state.instance_id not in avoid] or ranks

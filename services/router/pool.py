@@ -1,0 +1,207 @@
+"""The ranks that the router knows, by fingerprint and instance id, and how loaded it believes them to be.
+
+All of it is rebuilt from what fronts say when they join: a router holds nothing that cannot be lost.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+import grpc.aio
+
+from proto.baton.v1 import common_pb2, prefill_pb2_grpc, registry_pb2
+from services.router.prefix_index import PrefixIndex
+from services.router.session import Session
+from services.router.validate import Limits
+from services.runtime.errors import InvalidRequest
+from services.runtime.serve import WIRE_VERSION, open_channel
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("prefill", "decode")
+_MAX_INDEX_PAGES = 65536  # of a rank that does not say how many pages it has
+
+
+class RankState:
+    """One engine incarnation: what its front said, what was sent there since."""
+
+    def __init__(self, rank: common_pb2.Rank, member: registry_pb2.Member, channel: grpc.aio.Channel) -> None:
+        self.rank = rank
+        self.front_id = member.front_id
+        self.fingerprint = member.fingerprint
+        self.limits = Limits(member.limits.max_model_len, member.limits.vocab_size)
+        self.max_running = member.limits.max_running or 2**31
+        self.max_tokens = max((member.limits.num_pages - 1) * member.limits.page_size, 0) or 2**31  # one request's, in an empty pool
+        self.group = f"{member.front_id}/{rank.rank // max(member.ep, 1)}"
+        self.channel = channel
+        self.prefill = prefill_pb2_grpc.PrefillStub(channel) if rank.role == "prefill" else None
+        self.session: Session | None = None  # decode only
+        self.is_leaving = False
+        self._load = registry_pb2.Load()
+        self._num_own_tokens = 0  # in flight there from this router
+        self._num_own_requests = 0
+        self._num_tokens_since = 0  # sent since the last report
+        self._num_requests_since = 0
+
+    @property
+    def instance_id(self) -> str:
+        return self.rank.instance_id
+
+    @property
+    def name(self) -> str:
+        return f"{self.rank.pool_address}/{self.rank.rank}"
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new requests may be sent there."""
+        return not self.is_leaving and (self.session is None or self.session.is_open)
+
+    @property
+    def model(self) -> tuple[str, Limits]:
+        """What two ranks must have in common to be paired."""
+        return self.fingerprint, self.limits
+
+    def report(self, load: registry_pb2.Load) -> None:
+        """A load report came: it includes what was sent before it."""
+        self._load = load
+        self._num_tokens_since = self._num_requests_since = 0
+
+    def begin(self, num_tokens: int) -> None:
+        """A request of `num_tokens` goes there."""
+        self._num_own_tokens += num_tokens
+        self._num_own_requests += 1
+        self._num_tokens_since += num_tokens
+        self._num_requests_since += 1
+
+    def end(self, num_tokens: int) -> None:
+        """It is over there."""
+        self._num_own_tokens -= num_tokens
+        self._num_own_requests -= 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Prefill: uncached tokens not yet computed; decode: tokens of running and claimed requests.
+
+        A report may be stale: our own count corrects it.
+        """
+        reported = self._load.num_queued_tokens if self.rank.role == "prefill" else self._load.num_running_tokens
+        return max(self._num_own_tokens, reported + self._num_tokens_since)
+
+    @property
+    def num_requests(self) -> int:
+        """Decode: running and claimed."""
+        return max(self._num_own_requests, self._load.num_running + self._load.num_claims + self._num_requests_since)
+
+    @property
+    def num_own_requests(self) -> int:
+        return self._num_own_requests
+
+    async def close(self) -> None:
+        """Tell everybody who waits for it: its session breaks, its calls are cancelled."""
+        if self.session is not None:
+            await self.session.close()
+        await self.channel.close()
+
+
+class Pool:
+    """All ranks of both roles."""
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self.index = PrefixIndex()
+        self._ranks: dict[str, RankState] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self.model = ""
+
+    def join(self, member: registry_pb2.Member) -> None:
+        """A front says who it is, or that its ranks changed. Raises InvalidRequest when it cannot be served."""
+        _check(member)
+        listed = {rank.instance_id for rank in member.ranks}
+        places = {(rank.role, rank.pool_address, rank.rank) for rank in member.ranks}
+        for state in list(self._ranks.values()):
+            place = (state.rank.role, state.rank.pool_address, state.rank.rank)
+            if state.instance_id not in listed and (state.front_id == member.front_id or place in places):
+                self._drop(state)
+        for rank in member.ranks:
+            if rank.instance_id not in self._ranks:
+                self._add(rank, member)
+        self.changed()
+
+    def _add(self, rank: common_pb2.Rank, member: registry_pb2.Member) -> None:
+        state = RankState(rank, member, open_channel(rank.pool_address))
+        if rank.role == "decode":
+            state.session = Session(state.channel, self.router_id, rank, self.changed)
+        self._ranks[rank.instance_id] = state
+        self.index.add(rank.instance_id, member.limits.num_pages or _MAX_INDEX_PAGES)
+        self.model = member.model
+        logger.info("%s rank %s joined as %s", rank.role, state.name, rank.instance_id)
+
+    def report(self, load: registry_pb2.Load) -> None:
+        state = self._ranks.get(load.instance_id)
+        if state is not None:
+            state.report(load)
+
+    def leaving(self, front_id: str) -> None:
+        """Nothing new goes there; what runs goes on."""
+        for state in self._ranks.values():
+            if state.front_id == front_id:
+                state.is_leaving = True
+        self.changed()
+
+    def lose(self, front_id: str) -> None:
+        """The front's stream is gone, and so are all its ranks."""
+        for state in [state for state in self._ranks.values() if state.front_id == front_id]:
+            self._drop(state)
+        self.changed()
+
+    def _drop(self, state: RankState) -> None:
+        del self._ranks[state.instance_id]
+        self.index.drop(state.instance_id)
+        task = asyncio.create_task(state.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        logger.info("%s rank %s (%s) is gone", state.rank.role, state.name, state.instance_id)
+
+    def usable(self, role: str) -> list[RankState]:
+        """Ranks of `role` that take new requests."""
+        return [state for state in self._ranks.values() if state.rank.role == role and state.is_usable]
+
+    def pairable(self) -> set[tuple[str, Limits]]:
+        """Models that both roles serve: only within one of them are ranks paired."""
+        return {state.model for state in self.usable("prefill")} & {state.model for state in self.usable("decode")}
+
+    def limits(self, fallback: Limits) -> Limits:
+        """What every pair can take, so that any of them can serve and replay a request; `fallback` while there is none."""
+        models = self.pairable()
+        ranks: Iterable[RankState] = [state for state in self._ranks.values() if state.model in models]
+        lengths = [min(state.limits.max_model_len, state.max_tokens) for state in ranks]
+        sizes = [state.limits.vocab_size for state in ranks]
+        return Limits(min(lengths), min(sizes)) if lengths else fallback
+
+    def changed(self) -> None:
+        """Wake everybody who waits for a rank."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_changed(self, timeout_s: float | None = None) -> None:
+        """Until ranks come, go, open or leave. Raises TimeoutError."""
+        await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    async def close(self) -> None:
+        for state in list(self._ranks.values()):
+            self._drop(state)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+def _check(member: registry_pb2.Member) -> None:
+    """Refuse a front that this router cannot use. Raises InvalidRequest."""
+    if member.wire_version != WIRE_VERSION:
+        raise InvalidRequest("wire_version", member.wire_version, f"this router speaks {WIRE_VERSION}; run the same release everywhere")
+    if member.role not in ROLES:
+        raise InvalidRequest("role", member.role, f"it must be one of {', '.join(ROLES)}")
+    if member.tp > 1:
+        raise InvalidRequest("tp", member.tp, "this router pairs ranks of tp 1 only")
+    for rank in member.ranks:
+        if rank.role != member.role or not rank.instance_id:
+            raise InvalidRequest("ranks", f"{rank.role} {rank.instance_id!r}", f"each has an id and the front's role {member.role}")

@@ -1,0 +1,146 @@
+"""The router's gRPC server: Generation for clients, Registry for fronts."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import grpc.aio
+
+from proto.baton.v1 import generation_pb2, generation_pb2_grpc, registry_pb2_grpc
+from services.model.config import load_config as load_model_config
+from services.router.dispatch import Dispatcher
+from services.router.pool import ROLES, Pool
+from services.router.registry import RegistryServicer
+from services.router.tokenizer import Tokenizer, load_tokenizer
+from services.router.validate import Limits, Request, validate
+from services.runtime.config import Config
+from services.runtime.errors import BatonError, CheckpointError, NoMember
+from services.runtime.serve import Server, abort, cancel
+
+logger = logging.getLogger(__name__)
+
+_SERVICES = ("baton.v1.Generation", "baton.v1.Registry")
+_DRAIN_S = 30.0  # running requests get this long after SIGTERM
+_NUM_TOKENIZER_THREADS = 2
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServicer):
+    """Validates off the event loop, then hands over to dispatch."""
+
+    def __init__(
+        self, pool: Pool, dispatcher: Dispatcher, tokenizer: Tokenizer, model_limits: Limits, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """`model_limits`: of the model folder; asked while no pair has said what it takes."""
+        self._pool = pool
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._model_limits = model_limits
+        self._eos_token_ids = eos_token_ids
+        self._executor = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, "tokenizer")
+        self.is_stopping = False
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        try:
+            if self.is_stopping:
+                raise NoMember("this router is stopping; ask another replica")
+            checked = await self.check(request)
+            await self._dispatcher.run(checked, context.write, _deadline_s(context))
+        except BatonError as error:
+            await abort(context, error)
+
+    async def check(self, message: generation_pb2.GenerateRequest) -> Request:
+        """Validate and tokenise. Raises InvalidRequest."""
+        limits = self._pool.limits(self._model_limits)
+        arguments = (message, self._tokenizer, limits, self._eos_token_ids, time.monotonic())
+        return await asyncio.get_running_loop().run_in_executor(self._executor, validate, *arguments)
+
+    async def GetInfo(
+        self, request: generation_pb2.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> generation_pb2.GetInfoReply:
+        limits = self._pool.limits(self._model_limits)
+        reply = generation_pb2.GetInfoReply(model=self._pool.model, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+        for role in ROLES:
+            fingerprints = [state.fingerprint for state in self._pool.usable(role)]
+            for fingerprint in dict.fromkeys(fingerprints):
+                reply.pools.add(role=role, num_ranks=fingerprints.count(fingerprint), fingerprint=fingerprint)
+        return reply
+
+
+class Router:
+    """Everything that one router process holds."""
+
+    def __init__(self, config: Config) -> None:
+        """Reads the model folder's config and tokenizer. Raises SetupError."""
+        folder = Path(config.model.path)
+        model = load_model_config(folder)
+        tokenizer = load_tokenizer(folder, model.bos_token_id)
+        if tokenizer.vocab_size > model.vocab_size:
+            sizes = f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocab_size is {model.vocab_size}"
+            raise CheckpointError(f"{folder}: {sizes}; take both from one checkpoint")
+        limits = Limits(config.model.max_model_len or model.max_position_embeddings, model.vocab_size)
+        self.pool = Pool(uuid.uuid4().hex)
+        self.dispatcher = Dispatcher(self.pool, config.router, tokenizer.token_bytes)
+        self.servicer = GenerationServicer(self.pool, self.dispatcher, tokenizer, limits, model.eos_token_ids)
+        self._server = Server(config.router.address, _SERVICES)
+        self._server.add(generation_pb2_grpc.add_GenerationServicer_to_server, self.servicer)
+        self._server.add(registry_pb2_grpc.add_RegistryServicer_to_server, RegistryServicer(self.pool))
+
+    @property
+    def address(self) -> str:
+        """host:port that is really bound, after start()."""
+        return self._server.address
+
+    async def start(self) -> None:
+        """Listen. Raises SetupError when the port is taken."""
+        await self._server.start()
+        logger.info("router %s listens on %s", self.pool.router_id, self.address)
+
+    async def run(self, stopping: asyncio.Event, address_file: Path | None = None) -> None:
+        """Start, tell `address_file` where, serve until `stopping`, finish what runs, leave."""
+        await self.start()
+        if address_file is not None:
+            _write_whole(address_file, self.address)
+        health = asyncio.create_task(self.watch_health())
+        try:
+            await stopping.wait()
+        finally:
+            await cancel(health)
+            await self.stop(_DRAIN_S)
+
+    async def watch_health(self) -> None:
+        """SERVING exactly while some prefill rank and some decode rank can be paired."""
+        while True:
+            await self._server.set_serving(bool(self.pool.pairable()))
+            with contextlib.suppress(TimeoutError):
+                await self.pool.wait_changed(1.0)
+
+    async def stop(self, drain_s: float) -> None:
+        """No new requests; those that run get `drain_s`."""
+        self.servicer.is_stopping = True
+        await self._server.set_serving(False)
+        give_up_at = time.monotonic() + drain_s
+        while self.dispatcher.num_requests and time.monotonic() < give_up_at:
+            await asyncio.sleep(0.05)
+        await self._server.stop(0.0)
+        await self.pool.close()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write so that a reader sees nothing or all of it."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def _deadline_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
+    """Seconds left of the client's deadline, None = it set none (gRPC then names a time years away)."""
+    left = cast("float | None", context.time_remaining())  # the stubs forget None
+    return None if left is None or not math.isfinite(left) or left > 1e8 else left
