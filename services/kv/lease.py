@@ -9,8 +9,10 @@ QUEUED is the scheduler's: a lease begins at admission, in COMPUTING, and is LEA
     leases.announce(key, pages, state)                the last ones (may be none) and where decoding goes on
     leases.finish(key)                                first token ends the request: readers are told that nothing is to be pulled
     leases.abort(key, reason, message)                readers are told why
+    leases.refuse(key, readers, reason, message)      the same for a request that was never admitted
     leases.handle(sender, message); leases.tick()     driven by Exchange
-    leases.take_ended()                               [LeaseEnded(key, state, reason, message)] since the last call: the engine drops its own holders
+    leases.take_ended()                               [LeaseEnded] since the last call: the engine drops its own holders, or its queue entry
+                                                      (a reader may refuse a request that is not admitted yet)
 
 The table takes a LEASE holder on every announced page and drops it in every end. Guarded by the kv lock.
 """
@@ -21,7 +23,19 @@ from enum import StrEnum
 import msgspec
 
 from proto.baton.v1 import common_pb2
-from services.kv.messages import FINISHED, Announce, AnnouncedPage, Done, Ended, HandoffState, Message, Renew, RenewAnswer, RequestKey, encode
+from services.kv.messages import (
+    FINISHED,
+    Announce,
+    AnnouncedPage,
+    Done,
+    Ended,
+    HandoffState,
+    Message,
+    Renew,
+    RenewAnswer,
+    RequestKey,
+    encode,
+)
 from services.kv.pages import Holder, HolderKind, PagePool
 from services.runtime.errors import EngineError
 
@@ -108,11 +122,15 @@ class LeaseTable:
 
     def finish(self, key: RequestKey) -> None:
         """The request ended with its first token: release, and tell the readers that there is nothing to pull."""
-        self._end(key, LeaseState.RELEASED, FINISHED, "finished with its first token", tell=True)
+        self._end(key, LeaseState.RELEASED, FINISHED, "finished with its first token")
 
     def abort(self, key: RequestKey, reason: int, message: str) -> None:
         """Give the hand-off up and tell the readers why; no lease is no error."""
-        self._end(key, LeaseState.ABORTED, reason, message, tell=True)
+        self._end(key, LeaseState.ABORTED, reason, message)
+
+    def refuse(self, key: RequestKey, readers: Sequence[str], reason: int, message: str) -> None:
+        """Tell the readers of a request without a lease that none will come, now and when they renew."""
+        self._tell(readers, LeaseEnded(key, LeaseState.ABORTED, reason, message))
 
     def handle(self, sender: str, message: Message) -> None:
         """A reader's message."""
@@ -121,14 +139,16 @@ class LeaseTable:
             self._ignore(sender, message)
         elif isinstance(message, Renew):
             self._renew(message, lease)
+        elif isinstance(message, Ended) and lease is None:  # still queued, perhaps: the engine knows
+            self._ended.append(LeaseEnded(message.key, LeaseState.ABORTED, message.reason, message.message))
         elif lease is None:
             self._ignore(sender, message)
         elif isinstance(message, Done):
             lease.waiting.discard(sender)
             if not lease.waiting:
-                self._end(message.key, LeaseState.RELEASED, FINISHED, "", tell=False)
+                self._end(message.key, LeaseState.RELEASED, FINISHED, "", told=sender)
         elif isinstance(message, Ended):
-            self._end(message.key, LeaseState.ABORTED, message.reason, message.message or "the reader gave up", tell=False)
+            self._end(message.key, LeaseState.ABORTED, message.reason, message.message, told=sender)
         else:
             self._ignore(sender, message)
 
@@ -137,7 +157,7 @@ class LeaseTable:
         now = self._clock()
         for key in [key for key, lease in self._leases.items() if lease.deadline <= now]:
             message = f"lease expired: no renewal for {self._ttl_s:g} s"
-            self._end(key, LeaseState.EXPIRED, common_pb2.LEASE_EXPIRED, message, tell=True)
+            self._end(key, LeaseState.EXPIRED, common_pb2.LEASE_EXPIRED, message)
         for key in [key for key, (until, _) in self._graves.items() if until <= now]:
             del self._graves[key]
 
@@ -167,17 +187,21 @@ class LeaseTable:
     def _ended_message(self, ended: LeaseEnded, reader: str) -> Ended:
         return Ended(key=ended.key, holder=self._instance_id, reader=reader, reason=ended.reason, message=ended.message)
 
-    def _end(self, key: RequestKey, state: LeaseState, reason: int, message: str, *, tell: bool) -> None:
+    def _end(self, key: RequestKey, state: LeaseState, reason: int, message: str, *, told: str = "") -> None:
+        """End a lease, if there is one; readers hear of it, but for `told`, who said so, and those that are done."""
         lease = self._leases.pop(key, None)
         if lease is None:
             return
         self._pool.release(Holder(HolderKind.LEASE, key))
         ended = LeaseEnded(key, state, reason, message)
         self._ended.append(ended)
-        if tell:
-            self._graves[key] = (self._clock() + self._ttl_s, ended)
-            for reader in lease.readers:
-                self._send(reader, encode(self._ended_message(ended, reader)))
+        self._tell([reader for reader in lease.readers if reader in lease.waiting and reader != told], ended)
+
+    def _tell(self, readers: Sequence[str], ended: LeaseEnded) -> None:
+        if readers:
+            self._graves[ended.key] = (self._clock() + self._ttl_s, ended)
+        for reader in readers:
+            self._send(reader, encode(self._ended_message(ended, reader)))
 
     def _ignore(self, sender: str, message: Message) -> None:
         self.num_ignored += 1

@@ -60,7 +60,7 @@ class _Envelope(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     reader: str
 
 
-class Announce(_Envelope, tag="announce"):
+class Announce(_Envelope, frozen=True, kw_only=True, tag="announce"):
     """Pages that became final; `sequence` counts from 0 without gaps. `state` is set in the last one and only there."""
 
     sequence: int
@@ -68,24 +68,24 @@ class Announce(_Envelope, tag="announce"):
     state: HandoffState | None = None
 
 
-class Renew(_Envelope, tag="renew"):
+class Renew(_Envelope, frozen=True, kw_only=True, tag="renew"):
     """Keep the lease; tell me what was announced from `next_sequence` on."""
 
     next_sequence: int
 
 
-class RenewAnswer(_Envelope, tag="answer"):
+class RenewAnswer(_Envelope, frozen=True, kw_only=True, tag="answer"):
     """`known` false: not admitted here (yet). Otherwise what was announced from the sequence asked for."""
 
     known: bool
     announcements: tuple[Announce, ...] = ()
 
 
-class Done(_Envelope, tag="done"):
+class Done(_Envelope, frozen=True, kw_only=True, tag="done"):
     """Pages read and verified; the lease is needed no more."""
 
 
-class Ended(_Envelope, tag="ended"):
+class Ended(_Envelope, frozen=True, kw_only=True, tag="ended"):
     """The sender gave the hand-off up, refused it, or (FINISHED) needs none."""
 
     reason: int

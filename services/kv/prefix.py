@@ -78,7 +78,7 @@ class PrefixCache:
         pinned: list[tuple[int, bytes]] = []
         while num_freed < goal:
             if not self._leaves:
-                # Only pinned leaves are left, and what is idle lies above them: forget the oldest of those (its page stays with its holders).
+                # Only pinned leaves are left and what is idle lies above them: forget the oldest (its page stays with its holders).
                 victim, pinned = min(pinned)[1], sorted(pinned)[1:]
             else:
                 entry = heapq.heappop(self._leaves)
