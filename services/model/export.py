@@ -11,7 +11,7 @@ from services.model.loader import load_tensors
 from services.model.names import model_shapes
 
 
-def write_fp32(folder: Path, out: Path) -> None:
+def write_fp32_folder(folder: Path, out: Path) -> None:
     """Load `folder`, write its model (FP8 dequantised, MTP layer left out) and config to the new folder `out`."""
     names = model_shapes(load_config(folder))
     tensors = load_tensors(folder)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.model.config import load_config
-from services.model.export import write_fp32
+from services.model.export import write_fp32_folder
 from services.model.loader import load_tensors
 from services.model.names import expert_prefix
 from services.model.params import SamplingParams
@@ -50,7 +50,7 @@ def test_logits_equal_transformers(case: str, fp8: bool, tmp_path: Path) -> None
     from services.model.config import parse_config
 
     folder = write_checkpoint(tmp_path / "model", raw, random_tensors(parse_config(raw, "test"), seed=1), fp8=fp8)
-    write_fp32(folder, tmp_path / "fp32")
+    write_fp32_folder(folder, tmp_path / "fp32")
     ids = torch.randint(0, 260, (100,), generator=torch.Generator().manual_seed(2))  # YaRN's original length is 32
     ours = Reference(load_config(folder), load_tensors(folder)).forward(ids)
     torch.testing.assert_close(ours, transformers_logits(tmp_path / "fp32", ids), atol=1e-4, rtol=0)
