@@ -4,6 +4,7 @@ How a request ends is said in `PrefillReply.outcome`; a gRPC status is for calls
 Cancelling the call (or its deadline passing) cancels the request; after the reply only the reader releases its pages.
 """
 import asyncio
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,7 +144,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def _cancel(self, rank: RankProcess, key: RequestKey, running: _Running, reason: int, message: str) -> None:
         """Tell the engine, unless it is gone or another incarnation has taken its place."""
         if rank.up is not None and rank.up.instance_id == running.instance_id:
-            rank.send(Cancel(key, reason, message))
+            with contextlib.suppress(EngineError):  # it reads no more commands: its supervisor is about to end it
+                rank.send(Cancel(key, reason, message))
 
 
 def main() -> None:

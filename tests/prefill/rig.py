@@ -109,7 +109,9 @@ class Rig:
         kv = kv or self.reader_kv
         return ReaderRank(instance_id=kv.instance_id, address="decode:1", rank=0, peer=kv.transport.metadata())
 
-    def run(self, *, num_tokens: int, name: str = "r", read: bool = True, first: int = 2, num_output: int = 0, **params: object) -> RequestKey:
+    def run(
+        self, *, num_tokens: int, name: str = "r", read: bool = True, first: int = 2, num_output: int = 0, **params: object
+    ) -> RequestKey:
         """Send a Run of `num_tokens` ids that differ by `first`; what params say goes over greedy defaults."""
         sampling: dict[str, object] = {"max_tokens": 8, "seed": 7, "temperature": 0.0}
         key = RequestKey(name, 0, 0)

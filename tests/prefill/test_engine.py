@@ -140,7 +140,8 @@ def test_ends_follow_the_requests_own_rules(rig: Rig, params: dict[str, object],
 
 def test_a_replay_goes_on_where_the_request_was(rig: Rig):
     """Ten tokens of which three are output: counted by max_tokens, by min_tokens and by the penalties."""
-    rig.forward.tokens[10] = [5.0 if token in (8, 20) else 0.0 for token in range(VOCAB)]  # 8 is the output's id 6: 2, 3, ..., 8 | 9, 10, 11
+    # the ids are 2 ... 8 | 9, 10, 11: repetition takes the lead from 8
+    rig.forward.tokens[10] = [5.0 if token in (8, 20) else 0.0 for token in range(VOCAB)]
     key = rig.run(num_tokens=10, num_output=3, max_tokens=5, repetition_penalty=2.0, logprobs=2)
     rig.turn()
     [done] = rig.events()

@@ -1,4 +1,4 @@
-"""What goes wrong: cancellation at each stage, refusal, expiry, failing forwards, wrong peers. Pages come back, and everybody is told why."""
+"""What goes wrong: cancellation at each stage, refusal, expiry, failing forwards, wrong peers. Pages come back, and all are told why."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,0 +1,215 @@
+"""The front's service over a real gRPC server, with ranks that record commands and engines played by the test."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from proto.baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from services.kv.messages import RequestKey
+from services.prefill.messages import Cancel, Command, LeaseOver, ReaderRank, Run, RunDone, RunFailed
+from services.prefill.server import PrefillService
+from services.runtime.ipc import Up
+
+UP = Up(instance_id="i0", peer=b"p", fingerprint="ff", max_model_len=512, vocab_size=100, page_size=64, num_pages=4, max_running=8)
+
+
+class FakeRank:
+    """Stands for runtime.supervisor.RankProcess."""
+
+    def __init__(self, up: Up | None) -> None:
+        self.rank = 0
+        self.up = up
+        self.sent: asyncio.Queue[Command] = asyncio.Queue()
+
+    def send(self, command: Command) -> None:
+        self.sent.put_nowait(command)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.service = PrefillService()
+        self.rank = FakeRank(UP)
+        self.service.attach([FakeRank(None), self.rank])  # pyright: ignore[reportArgumentType]
+
+    def emit(self, event: RunDone | RunFailed | LeaseOver) -> None:
+        self.service.on_event(self.rank, event)  # pyright: ignore[reportArgumentType]
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
+    server = grpc.aio.server()
+    prefill_pb2_grpc.add_PrefillServicer_to_server(made.service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        made.stub = prefill_pb2_grpc.PrefillStub(channel)
+        yield made
+    await server.stop(0)
+
+
+def request(**changes: object) -> prefill_pb2.PrefillRequest:
+    """A good request with a reader; `a__b` names a nested field."""
+    made = prefill_pb2.PrefillRequest(
+        request_id="r", attempt=2, instance_id="i0", n=1, fingerprint="ff",
+        prompt=common_pb2.Prompt(token_ids=[5, 6, 7], num_output_tokens=1, salt=b"s"),
+        sampling=common_pb2.Sampling(temperature=0.5, top_p=0.9, max_tokens=10, seed=2**64 - 1, logprobs=2, stop_token_ids=[9]),
+        readers=[common_pb2.Rank(instance_id="d0", role="decode", pool_address="h:1", rank=3, peer=b"blob")],
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        target = made
+        for parent in parents:
+            target = getattr(target, parent)
+        if isinstance(value, (list, tuple)):
+            target.ClearField(name)
+            getattr(target, name).extend(value)
+        else:
+            setattr(target, name, value)
+    return made
+
+
+def done(key: RequestKey, *, leased: bool = True, logprob: float | None = -0.5) -> RunDone:
+    return RunDone(
+        key=key, token_id=42, logprob=logprob, top_ids=(42, 3), top_logprobs=(-0.5, -1.5), finish_reason=common_pb2.FINISH_UNSPECIFIED,
+        leased=leased, num_cached_tokens=64, queue_us=7, compute_us=8,
+    )
+
+
+async def test_a_run_reaches_its_engine_whole_and_its_token_comes_back(rig: Rig):
+    call = rig.stub.Run(request())
+    run = await rig.rank.sent.get()
+    assert isinstance(run, Run) and run.key == RequestKey("r", 0, 2) and run.token_ids == [5, 6, 7]
+    assert (run.num_output_tokens, run.salt, run.reader) == (1, b"s", ReaderRank(instance_id="d0", address="h:1", rank=3, peer=b"blob"))
+    assert (run.params.seed, run.params.max_tokens, run.params.stop_token_ids, run.params.logprobs) == (2**64 - 1, 10, (9,), 2)
+    assert rig.service.num_active() == 1
+    rig.emit(done(run.key))
+    reply = await call
+    [first] = reply.first_tokens
+    assert reply.outcome.ok and (first.token.id, list(first.token.top_logprobs.token_ids)) == (42, [42, 3])
+    assert (reply.num_cached_tokens, reply.queue_us, reply.compute_us) == (64, 7, 8)
+    assert rig.service.num_active() == 1  # the lease: a drain waits for it
+    rig.emit(LeaseOver(run.key, 0, ""))
+    assert rig.service.num_active() == 0
+
+
+async def test_an_unasked_logprob_is_nan(rig: Rig):
+    call = rig.stub.Run(request(readers=[], fingerprint=""))
+    run = await rig.rank.sent.get()
+    assert isinstance(run, Run) and run.reader is None
+    rig.emit(done(run.key, leased=False, logprob=None))
+    assert math.isnan((await call).first_tokens[0].token.logprob) and rig.service.num_active() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "says"),
+    [
+        ({"instance_id": "old"}, common_pb2.STALE_INSTANCE, "old is not up here; up are: i0"),
+        ({"fingerprint": "ee"}, common_pb2.FINGERPRINT_MISMATCH, "ee and this rank's is ff"),
+        ({"n": 2}, common_pb2.INVALID, "n is 2"),
+        ({"prompt__token_ids": []}, common_pb2.INVALID, "0 tokens"),
+        ({"prompt__token_ids": [1] * 512}, common_pb2.INVALID, "must have 1 to 511"),
+        ({"prompt__token_ids": [5, 100]}, common_pb2.INVALID, "below the vocabulary's 100"),
+        ({"prompt__num_output_tokens": 3}, common_pb2.INVALID, "num_output_tokens is 3"),
+        ({"sampling__max_tokens": 1}, common_pb2.INVALID, "max_tokens (1)"),
+        ({"sampling__grammar": b"g"}, common_pb2.INVALID, "grammar"),
+        ({"prompt__token_ids": [1] * 257}, common_pb2.TOO_LARGE, "257 tokens do not fit this rank's 4 pages"),
+        ({"readers": [common_pb2.Rank(), common_pb2.Rank()]}, common_pb2.INVALID, "readers is 2"),
+    ],
+)
+async def test_refusals_are_outcomes_with_a_reason(rig: Rig, changes: dict[str, object], reason: int, says: str):
+    reply = await rig.stub.Run(request(**changes))
+    assert not reply.outcome.ok and reply.outcome.reason == reason and says in reply.outcome.message
+    assert rig.rank.sent.empty() and rig.service.num_active() == 0
+
+
+@pytest.mark.parametrize(("fields", "names"), [({}, "request_id"), ({"request_id": "r"}, "prompt")])
+async def test_a_malformed_call_is_a_status(rig: Rig, fields: dict[str, str], names: str):
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await rig.stub.Run(prefill_pb2.PrefillRequest(**fields))
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT and names in error.value.details()
+
+
+async def test_the_engines_failure_is_the_outcome(rig: Rig):
+    call = rig.stub.Run(request())
+    run = await rig.rank.sent.get()
+    rig.emit(RunFailed(run.key, common_pb2.LEASE_EXPIRED, "late"))
+    reply = await call
+    assert (reply.outcome.reason, reply.outcome.message, rig.service.num_active()) == (common_pb2.LEASE_EXPIRED, "late", 0)
+
+
+async def test_engine_death_answers_at_once(rig: Rig):
+    call = rig.stub.Run(request())
+    leased = rig.stub.Run(request(request_id="leased"))
+    for _ in range(2):
+        run = await rig.rank.sent.get()
+        if run.key.request_id == "leased":
+            rig.emit(done(run.key))
+    assert (await leased).outcome.ok
+    rig.rank.up = None
+    rig.service.on_down(rig.rank, "i0")  # pyright: ignore[reportArgumentType]
+    reply = await call
+    assert reply.outcome.reason == common_pb2.ENGINE_DIED and "i0" in reply.outcome.message
+    assert rig.service.num_active() == 0
+    assert (await rig.stub.Run(request())).outcome.reason == common_pb2.STALE_INSTANCE
+
+
+async def test_cancelling_the_call_cancels_the_request(rig: Rig):
+    call = rig.stub.Run(request())
+    run = await rig.rank.sent.get()
+    call.cancel()
+    cancel = await rig.rank.sent.get()
+    assert isinstance(cancel, Cancel) and (cancel.key, cancel.reason) == (run.key, common_pb2.CANCELLED)
+    assert rig.service.num_active() == 1  # until the engine says so
+    rig.emit(RunFailed(run.key, common_pb2.CANCELLED, ""))
+    assert rig.service.num_active() == 0
+
+
+async def test_a_token_that_crosses_the_cancel_leaves_a_lease_to_be_ended(rig: Rig):
+    call = rig.stub.Run(request())
+    run = await rig.rank.sent.get()
+    call.cancel()
+    await rig.rank.sent.get()
+    rig.emit(done(run.key))
+    assert rig.service.num_active() == 1
+    rig.emit(LeaseOver(run.key, common_pb2.CANCELLED, ""))
+    assert rig.service.num_active() == 0
+
+
+async def test_the_deadline_ends_the_request(rig: Rig):
+    reply = await rig.stub.Run(request(deadline_us=1000))
+    assert reply.outcome.reason == common_pb2.DEADLINE and "1000 us" in reply.outcome.message
+    run, cancel = await rig.rank.sent.get(), await rig.rank.sent.get()
+    assert isinstance(cancel, Cancel) and (cancel.key, cancel.reason) == (run.key, common_pb2.DEADLINE)
+
+
+async def test_an_attempt_runs_once(rig: Rig):
+    call = rig.stub.Run(request())
+    run = await rig.rank.sent.get()
+    assert (await rig.stub.Run(request())).outcome.reason == common_pb2.STALE_ATTEMPT
+    other = rig.stub.Run(request(attempt=3))
+    assert (await rig.rank.sent.get()).key.attempt == 3
+    rig.emit(done(run.key))
+    assert (await call).outcome.ok
+    assert (await rig.stub.Run(request())).outcome.reason == common_pb2.STALE_ATTEMPT  # its lease is out
+    other.cancel()
+
+
+async def test_draining_refuses_new_work_and_keeps_the_old(rig: Rig):
+    call = rig.stub.Run(request())
+    run = await rig.rank.sent.get()
+    rig.service.drain()
+    assert (await rig.stub.Run(request(request_id="late"))).outcome.reason == common_pb2.DRAINING
+    rig.emit(done(run.key))
+    assert (await call).outcome.ok
+
+
+async def test_redirect_says_that_it_does_not_exist(rig: Rig):
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await rig.stub.Redirect(prefill_pb2.RedirectRequest())
+    assert error.value.code() == grpc.StatusCode.UNIMPLEMENTED
