@@ -7,7 +7,6 @@ FETCHING   has destination pages; each announcement's pages are read as soon as 
 VERIFYING  all page reads are done and the last announcement is here: the holder's epoch words of exactly those pages are read
 READY      every epoch equals the announced one; otherwise ABORTED with EPOCH_MISMATCH, and nothing that was read is used
 """
-import math
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -46,7 +45,7 @@ class Pull:
         self.stats = PullStats()
         self.handoff: HandoffState | None = None
         self.next_sequence = 0  # every announcement before it is known
-        self.last_renewed = -math.inf  # renewed at once: what was announced before this claim must be asked for
+        self.last_renewed = now
         self.silent_since: float | None = None  # when the oldest unanswered renewal was sent
         self.num_reads = 0  # in flight
         self._claimed_at = now

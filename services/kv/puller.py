@@ -23,6 +23,7 @@ from services.kv.pull import Pull, PullState, PullStats
 from services.kv.transport import TransferState, Transport
 from services.runtime.errors import EngineError, HandoffError
 
+FIRST_RENEWAL_S = 0.05
 READ_GRACE_S = 5.0
 READ_FLOOR_BYTES_PER_S = 100e6  # a read slower than this is late
 EPOCH_BYTES = 8
@@ -93,7 +94,9 @@ class Puller:
             raise EngineError(f"{key} is being pulled already")
         if not self._transport.has_peer(holder):
             raise HandoffError(common_pb2.PEER_GONE, f"holder {holder} of {key.request_id} is no open peer of this rank; add it first")
-        self._pulls[key] = Pull(key, holder, self._clock())
+        pull = self._pulls[key] = Pull(key, holder, self._clock())
+        # The first renewal comes soon: what was announced before this claim was booked is asked for by nothing else.
+        pull.last_renewed += FIRST_RENEWAL_S - self._ttl_s / 6
 
     def begin(self, key: RequestKey, local_pages: Mapping[int, int]) -> None:
         """Give a claim its destination pages; one that has ended meanwhile is left alone (take_ended says so)."""

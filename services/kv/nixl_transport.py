@@ -1,0 +1,239 @@
+"""NIXL with UCX over host memory: the real transport. UCX_TLS and the rest of UCX's environment are honoured.
+
+The agent's name is the rank's instance id. Pages and epoch words are registered once; descriptors of every page (one a page) and of every
+word are prepared once a peer, so a read names pages by index. Calls come from several threads: the agent locks itself.
+"""
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import nixl_cu13 as nixl
+import numpy as np
+
+from proto.baton.v1 import common_pb2
+from services.kv.layout import Compatibility
+from services.kv.memory import KvMemory
+from services.kv.transport import PeerInfo, ReadLedger, TransferState, TransportStats, check_peer, encode_peer
+from services.kv.ucx_report import ucx_report
+from services.runtime.errors import HandoffError
+
+_STATES = {"DONE": TransferState.DONE, "PROC": TransferState.RUNNING}  # whatever else NIXL says is a failure
+_WORD_BYTES = 8
+
+_log = logging.getLogger(__name__)
+
+
+class _Peer:
+    """An added peer; once closed it is forgotten as soon as nothing from it is in flight."""
+
+    def __init__(self, info: PeerInfo, pages: Any, epochs: Any) -> None:
+        self.info = info
+        self.pages, self.epochs = pages, epochs  # NIXL's prepared descriptor lists
+        self.is_open = True
+        self.num_reads = 0
+        self.has_read = False
+
+
+class _Read:
+    """A transfer in flight and how it ended."""
+
+    def __init__(self, peer: _Peer, transfer: Any, local_pages: list[int], *, of_epochs: bool) -> None:
+        self.peer = peer
+        self.transfer = transfer
+        self.local_pages = local_pages
+        self.of_epochs = of_epochs
+        self.state = TransferState.RUNNING
+
+
+class NixlTransport:
+    """One NIXL agent and the memory it registered."""
+
+    def __init__(self, instance_id: str, memory: KvMemory, compatibility: Compatibility) -> None:
+        self.instance_id = instance_id
+        self._memory = memory
+        self._compatibility = compatibility
+        self._ucx = ucx_report()
+        self.stats = TransportStats()
+        self._ledger = ReadLedger(self.stats)
+        self._peers: dict[str, _Peer] = {}
+        self._reads: dict[int, _Read] = {}
+        self._num_reads_ever = 0
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on stdout
+        # The progress thread answers peers while this process computes; STRICT: engine and hand-off thread both call.
+        config = nixl.nixl_agent_config(
+            enable_prog_thread=True, backends=["UCX"], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        self._agent: Any = nixl.nixl_agent(instance_id, config)
+        self._ucx.settled()
+        self.stats.ucx = self._ucx.describe()
+        self._page_bytes = memory.layout.page_bytes
+        pages, epochs, landing = memory.page_address(0), memory.epochs.ctypes.data, memory.landing.ctypes.data
+        words = _WORD_BYTES * memory.num_pages
+        regions = [(pages, memory.num_pages * self._page_bytes, 0, ""), (epochs, words, 0, ""), (landing, words, 0, "")]
+        self._registered = self._agent.register_memory(regions, "DRAM")
+        self._local_pages = self._prepare("NIXL_INIT_AGENT", pages, self._page_bytes, memory.num_pages)
+        self._local_words = self._prepare("NIXL_INIT_AGENT", landing, _WORD_BYTES, memory.num_pages)
+
+    def metadata(self) -> bytes:
+        """See Transport."""
+        return encode_peer(
+            PeerInfo(
+                instance_id=self.instance_id,
+                agent=self._agent.get_agent_metadata(),
+                pages_address=self._memory.page_address(0),
+                epochs_address=self._memory.epochs.ctypes.data,
+                num_pages=self._memory.num_pages,
+                page_bytes=self._page_bytes,
+                compatibility=self._compatibility,
+            )
+        )
+
+    def add_peer(self, blob: bytes) -> str:
+        """See Transport."""
+        info = check_peer(blob, self._compatibility, self._page_bytes)
+        name = info.instance_id
+        known = self._peers.get(name)
+        if known is None:
+            self._peers[name] = self._meet(info)
+        elif not known.is_open:
+            raise HandoffError(common_pb2.PEER_GONE, f"peer {name} is closed until its {known.num_reads} late reads have ended")
+        return name
+
+    def has_peer(self, instance_id: str) -> bool:
+        """See Transport."""
+        peer = self._peers.get(instance_id)
+        return peer is not None and peer.is_open
+
+    def close_peer(self, instance_id: str) -> None:
+        """See Transport."""
+        peer = self._peers.get(instance_id)
+        if peer:
+            peer.is_open = False
+            self._forget_if_idle(peer)
+
+    def notify(self, instance_id: str, payload: bytes) -> bool:
+        """See Transport."""
+        if instance_id not in self._peers:
+            return False
+        try:
+            self._agent.send_notif(instance_id, payload)
+        except Exception as error:  # NIXL's errors have no common base
+            _log.warning("a notification to %s could not be sent: %r", instance_id, error)
+            return False
+        return True
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """See Transport."""
+        received: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        return [(sender, payload) for sender, payloads in received.items() for payload in payloads]
+
+    def read_pages(self, instance_id: str, remote_pages: Sequence[int], local_pages: Sequence[int]) -> int:
+        """See Transport."""
+        return self._read(instance_id, remote_pages, local_pages, of_epochs=False)
+
+    def read_epochs(self, instance_id: str, remote_pages: Sequence[int], local_pages: Sequence[int]) -> int:
+        """See Transport."""
+        return self._read(instance_id, remote_pages, local_pages, of_epochs=True)
+
+    def poll(self, handle: int) -> TransferState:
+        """See Transport."""
+        read = self._reads[handle]
+        if read.state is TransferState.RUNNING:
+            try:
+                read.state = _STATES.get(self._agent.check_xfer_state(read.transfer), TransferState.FAILED)
+            except Exception as error:
+                read.state = TransferState.FAILED
+                _log.warning("a read from %s failed: %r", read.peer.info.instance_id, error)
+        return read.state
+
+    def epochs(self, handle: int) -> list[int]:
+        """See Transport."""
+        return self._memory.landing[self._reads[handle].local_pages].tolist()
+
+    def release(self, handle: int) -> None:
+        """See Transport."""
+        read = self._reads.pop(handle)
+        self._end_transfer(read.transfer)
+        num = len(read.local_pages) if read.state is TransferState.DONE else 0
+        if read.of_epochs:
+            self._ledger.ended(num_words=num, num_bytes=num * _WORD_BYTES)
+        else:
+            self._ledger.ended(num_pages=num, num_bytes=num * self._page_bytes)
+        peer = read.peer
+        peer.num_reads -= 1
+        if num and not read.of_epochs and not peer.has_read:
+            peer.has_read = True
+            self.stats.ucx = self._ucx.describe()
+        self._forget_if_idle(peer)
+
+    def close(self) -> None:
+        """Forget every peer, unregister the memory and destroy the agent, which fences reads still in flight."""
+        for peer in list(self._peers.values()):
+            self._forget(peer)
+        self._local_pages.release()
+        self._local_words.release()
+        self._agent.deregister_memory(self._registered)
+        self._reads.clear()
+        self._agent = None
+
+    def _meet(self, info: PeerInfo) -> _Peer:
+        name = info.instance_id
+        try:
+            added = self._agent.add_remote_agent(info.agent)
+            if isinstance(added, bytes):
+                added = added.decode()
+            if added != name:
+                raise HandoffError(common_pb2.INVALID, f"peer metadata names {name} but its NIXL agent is {added}")
+            pages = self._prepare(name, info.pages_address, self._page_bytes, info.num_pages)
+            epochs = self._prepare(name, info.epochs_address, _WORD_BYTES, info.num_pages)
+        except HandoffError:
+            raise
+        except Exception as error:
+            raise HandoffError(common_pb2.PEER_GONE, f"peer {name} cannot be reached through NIXL: {error!r}") from error
+        return _Peer(info, pages, epochs)
+
+    def _prepare(self, agent: str, address: int, size: int, count: int) -> Any:
+        """Descriptors of `count` blocks of `size` bytes, one after another; later chosen by index."""
+        return self._agent.prep_xfer_dlist(agent, np.array([[address, size, 0, size, count]], dtype=np.uint64), "DRAM")
+
+    def _read(self, instance_id: str, remote_pages: Sequence[int], local_pages: Sequence[int], *, of_epochs: bool) -> int:
+        peer = self._peers.get(instance_id)
+        if peer is None or not peer.is_open:
+            raise HandoffError(common_pb2.PEER_GONE, f"no read goes to {instance_id}: it is no open peer of {self.instance_id}")
+        if max(remote_pages) >= peer.info.num_pages:
+            raise HandoffError(common_pb2.INVALID, f"page {max(remote_pages)} of {instance_id} was announced; it has {peer.info.num_pages}")
+        local, remote = (self._local_words, peer.epochs) if of_epochs else (self._local_pages, peer.pages)
+        try:
+            transfer = self._agent.make_prepped_xfer(
+                "READ", local, np.array(local_pages, dtype=np.int32), remote, np.array(remote_pages, dtype=np.int32)
+            )
+            state = _STATES.get(self._agent.transfer(transfer), TransferState.FAILED)
+        except Exception as error:
+            raise HandoffError(common_pb2.READ_FAILED, f"a read from {instance_id} could not be posted: {error!r}") from error
+        self._num_reads_ever += 1
+        read = _Read(peer, transfer, list(local_pages), of_epochs=of_epochs)
+        read.state = state
+        self._reads[self._num_reads_ever] = read
+        peer.num_reads += 1
+        self._ledger.started()
+        return self._num_reads_ever
+
+    def _end_transfer(self, transfer: Any) -> None:
+        try:
+            transfer.release()
+        except Exception as error:
+            _log.warning("NIXL keeps a transfer that has ended: %r", error)
+
+    def _forget_if_idle(self, peer: _Peer) -> None:
+        if not peer.is_open and peer.num_reads == 0:
+            self._forget(peer)
+
+    def _forget(self, peer: _Peer) -> None:
+        name = peer.info.instance_id
+        self._peers.pop(name, None)
+        try:
+            peer.pages.release()
+            peer.epochs.release()
+            self._agent.remove_remote_agent(name)
+        except Exception as error:
+            _log.warning("NIXL could not forget peer %s: %r", name, error)
