@@ -1,0 +1,96 @@
+"""config.json: both spellings of rope settings, and every contradiction refused in one sentence with key, value and limit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.model.config import YarnConfig, load_config, parse_config
+from services.runtime.errors import CheckpointError
+from tests.tiny_model import YARN, tiny_config, tiny_raw
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def test_values_and_derived_widths() -> None:
+    config = tiny_config(q_lora_rank=None, eos_token_id=[1, 5], quantization_config=FP8)
+    assert (config.q_lora_rank, config.eos_token_ids, config.weight_block_size) == (None, (1, 5), (128, 128))
+    assert (config.qk_head_dim, config.latent_width) == (24, 40)
+    assert [config.is_moe_layer(layer) for layer in range(4)] == [False, True, True, True]
+    assert tiny_config().weight_block_size is None and tiny_config().rope_scaling is None
+
+
+def test_both_spellings_of_rope() -> None:
+    published = tiny_config(rope_scaling=YARN, rope_theta=5000.0)
+    newer = tiny_raw(rope_parameters={"rope_theta": 5000.0, "rope_type": "yarn"} | {k: v for k, v in YARN.items() if k != "type"})
+    del newer["rope_theta"], newer["rope_scaling"]
+    assert parse_config(newer, "test") == published
+    assert published.rope_scaling == YarnConfig(4.0, 32, 32.0, 1.0, 1.0, 1.0) and published.rope_theta == 5000.0
+    assert tiny_config(rope_parameters={"rope_theta": 100.0, "rope_type": "default"}).rope_scaling is None
+
+
+def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
+    from transformers import DeepseekV3Config
+
+    raw = tiny_raw(rope_scaling=YARN)
+    DeepseekV3Config(**{key: value for key, value in raw.items() if key != "model_type"}).save_pretrained(tmp_path)
+    assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
+    assert load_config(tmp_path) == parse_config(raw, "test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama' but only 'deepseek_v3' is supported"),
+        ({"model_type": None}, "model_type is missing but only 'deepseek_v3' is supported"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax' but only 'sigmoid' is supported"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy' but only 'noaux_tc' is supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu' but only 'silu' is supported"),
+        ({"attention_bias": True}, "attention_bias is True but only False is supported"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2 but only 1 is supported"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2 but it must be a whole number of at least 0 and at most 1"),
+        ({"n_group": 3}, "n_group is 3 but it must divide n_routed_experts (8)"),
+        ({"n_group": 8, "topk_group": 2}, "n_group is 8 but a group's score is the sum of two experts"),
+        ({"topk_group": 5}, "topk_group is 5 but only n_group (4) groups exist"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5 but the 2 chosen groups hold only 4 experts"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7 but rotary pairs need an even number"),
+        ({"first_k_dense_replace": 4}, "first_k_dense_replace is 4 but the model has only num_hidden_layers (3)"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2 but MLA has as many as num_attention_heads (4)"),
+        ({"eos_token_id": 260}, "eos_token_id is 260 but ids end at vocab_size - 1 (259)"),
+        ({"eos_token_id": []}, "eos_token_id is [] but it must be a token id or a list of token ids"),
+        ({"hidden_size": 0}, "hidden_size is 0 but it must be a whole number of at least 1"),
+        ({"hidden_size": None}, "hidden_size is missing but it must be a whole number of at least 1"),
+        ({"vocab_size": 260.0}, "vocab_size is 260.0 but it must be a whole number of at least 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small' but it must be a number above 0"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1 but it must be true or false"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type is 'linear' but only 'yarn'"),
+        ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor is 0.5 but it must be at least 1"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.2}}, "rope_scaling.attention_factor is 1.2 but"),
+        ({"quantization_config": FP8 | {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq' but only 'fp8' is supported"),
+        ({"quantization_config": FP8 | {"weight_block_size": [64, 64]}}, "weight_block_size is [64, 64] but only [128, 128] is supported"),
+        ({"quantization_config": 8}, "quantization_config is 8 but it must be an object"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refuses(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        tiny_config(**changes)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="config.json does not exist"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="holds a list but must hold a JSON object"):
+        load_config(tmp_path)
+
+
+def test_the_router_can_import_it_without_torch() -> None:
+    code = "import sys, services.model.config, services.model.params; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
