@@ -1,0 +1,138 @@
+"""One decode rank. The life of a request here:
+
+1 CLAIMED    the router submitted it; the claim listens to the holder's announcements        claims.py, fetch.py
+2 FETCHING   it was first in line and all pages it lacks were free: they are being pulled     fetch.py
+3 READY      pages verified, holder and router told, first token known                        fetch.py, then the loop's inbox
+4 RUNNING    one token a step; a page that becomes full and final enters the prefix cache     scheduler.py, loop.py
+5 FINISHED   EOS, a stop id, max_tokens or the longest sequence: pages go back                loop.py
+  ABORTED    from any state: cancelled, failed, preempted (the router replays it)             -> FREE, nothing is held
+
+Threads: the handoff thread receives all commands and moves hand-offs on; what concerns a READY request it passes on, in order. The main
+loop steps while requests run and blocks on its inbox otherwise. Both send events; `kv.lock` guards pages, prefix cache and pulls.
+"""
+import dataclasses
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from services.decode.fetch import Fetcher
+from services.decode.forward import DecodeForward
+from services.decode.loop import DecodeLoop
+from services.decode.messages import Cancel, Command, Event, SessionLost, Stop, Submit
+from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
+from services.kv.pages import HolderKind
+from services.kv.rank_kv import RankKv, open_rank_kv
+from services.model.config import ModelConfig
+from services.model.config import load_config as load_model_config
+from services.model.loader import load_weights, revision
+from services.model.params import SAMPLER_VERSION
+from services.runtime.config import Config
+from services.runtime.engine import StepClock, run_engine
+from services.runtime.errors import ConfigError
+from services.runtime.ipc import EngineChannel, RankLoad, Up
+
+_BUSY_PAUSE_S = 0.0002
+_IDLE_PAUSE_S = 0.002
+_LOAD_S = 0.1  # at most one report in this time
+
+
+class HandoffThread(threading.Thread):
+    """Receives commands, ticks the fetcher, reports load. An exception here ends the main loop too."""
+
+    def __init__(self, channel: EngineChannel[Command, Event], kv: RankKv, fetcher: Fetcher, loop: DecodeLoop) -> None:
+        super().__init__(name="handoff", daemon=True)
+        self._channel, self._kv, self._fetcher, self._loop = channel, kv, fetcher, loop
+        self._load: RankLoad | None = None
+        self._load_said_at = 0.0
+
+    def run(self) -> None:
+        """Until Stop."""
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            self._loop.inbox.put(error)
+
+    def _turn(self) -> bool:
+        busy = self._fetcher.is_busy
+        for command in self._channel.receive(0.0 if busy else _IDLE_PAUSE_S):
+            if isinstance(command, Stop):
+                self._loop.inbox.put(command)
+                return False
+            self._take(command)
+        self._fetcher.tick()
+        self._report_load()
+        if busy:
+            time.sleep(_BUSY_PAUSE_S)
+        return True
+
+    def _take(self, command: Submit | Cancel | SessionLost) -> None:
+        if isinstance(command, Submit):
+            self._fetcher.submit(command)
+        elif isinstance(command, Cancel):
+            if not self._fetcher.cancel(command):
+                self._loop.inbox.put(command)
+        else:
+            self._fetcher.session_lost(command)
+            self._loop.inbox.put(command)
+
+    def _report_load(self) -> None:
+        now = time.monotonic()
+        if now - self._load_said_at < _LOAD_S:
+            return
+        self._load_said_at = now
+        with self._kv.lock:
+            num_available, num_leased = self._kv.pool.num_available, self._kv.pool.pages.num_holds(HolderKind.LEASE)
+        scheduler = self._loop.scheduler
+        load = RankLoad(
+            num_free_pages=num_available, num_claims=self._fetcher.num_claims, num_running=len(scheduler), num_queued_tokens=0,
+            num_leased_pages=num_leased, step_us=int(self._loop.step_s * 1e6), num_running_tokens=scheduler.num_running_tokens,
+        )
+        if load != self._load:
+            self._load = load
+            self._channel.send(load)
+
+
+def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clock: StepClock) -> None:
+    """Load, warm up, say Up, serve until Stop. Raises SetupError when it cannot start."""
+    section = config.decode
+    torch.set_num_threads(section.threads)
+    folder = Path(config.model.path)
+    model = load_model_config(folder)
+    max_model_len = _max_model_len(config, model)
+    forward = DecodeForward(model, load_weights(folder, model))
+    layout = KvLayout(model.num_hidden_layers, model.kv_lora_rank, model.qk_rope_head_dim, section.dtype)
+    mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
+    kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine)
+
+    fetcher = Fetcher(
+        kv, max_claims=section.max_claims, max_model_len=max_model_len, emit=channel.send,
+        deliver=lambda request: loop.inbox.put(request),
+    )
+    loop = DecodeLoop(
+        forward, kv, max_running=section.max_running, eos_token_ids=model.eos_token_ids, emit=channel.send, clock=clock,
+        num_claims=lambda: fetcher.num_claims,
+    )
+    loop.warm_up()
+    handoff = HandoffThread(channel, kv, fetcher, loop)
+    channel.send(Up(
+        instance_id=kv.instance_id, peer=kv.transport.metadata(), fingerprint=mine.fingerprint, max_model_len=max_model_len,
+        vocab_size=model.vocab_size, page_size=PAGE_SIZE, num_pages=section.num_pages, max_running=section.max_running,
+    ))
+    handoff.start()
+    loop.run()
+    handoff.join()
+    kv.close()
+
+
+def _max_model_len(config: Config, model: ModelConfig) -> int:
+    wanted, possible = config.model.max_model_len, model.max_position_embeddings
+    if wanted > possible:
+        raise ConfigError(f"model.max_model_len is {wanted} but the model in {config.model.path} allows {possible}")
+    return wanted or possible
+
+
+if __name__ == "__main__":
+    run_engine("decode", Command, serve)

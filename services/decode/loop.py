@@ -1,0 +1,241 @@
+"""The main loop of one decode rank: READY requests join at the next step, each step gives every running request one token.
+
+Whatever fails in a step fails its requests, typed, and nothing else; whoever leaves gives all pages back but what the prefix cache holds.
+"""
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from proto.baton.v1 import common_pb2
+from services.decode.forward import DecodeBatch
+from services.decode.messages import Cancel, Failed, Finished, RequestEvent, SessionLost, StepOut, Stop
+from services.decode.request import Request, RequestState
+from services.decode.sampler import BatchSampler, Chosen
+from services.decode.scheduler import Scheduler, finish_reason
+from services.kv.pages import Holder, HolderKind
+from services.kv.rank_kv import RankKv
+from services.runtime.engine import StepClock
+from services.runtime.errors import EngineError
+
+_IDLE_S = 0.05  # without work for so long: prove the pool once
+
+_log = logging.getLogger(__name__)
+
+Item = Request | Cancel | SessionLost | Stop | Exception
+
+
+class Forward(Protocol):
+    """See services/decode/forward.py: logits [b, vocab] fp32."""
+
+    def run(self, pages: torch.Tensor, batch: DecodeBatch) -> torch.Tensor: ...
+
+
+class DecodeLoop:
+    """`inbox` takes READY requests, commands about them, and an exception that ended the handoff thread."""
+
+    def __init__(
+        self, forward: Forward, kv: RankKv, *, max_running: int, eos_token_ids: tuple[int, ...],
+        emit: Callable[[RequestEvent], None], clock: StepClock, num_claims: Callable[[], int], now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self.scheduler = Scheduler(max_running)
+        self.num_forwards = 0
+        self.num_query_tokens = 0
+        self.step_s = 0.0  # of the latest step
+        self._forward, self._kv, self._emit, self._clock = forward, kv, emit, clock
+        self._num_claims, self._now = num_claims, now
+        self._eos_token_ids = eos_token_ids
+        self._sampler = BatchSampler(eos_token_ids)
+        self._proved = False  # the pool, since the last work
+
+    @property
+    def num_penalty_states(self) -> int:
+        """Requests whose penalty counts are kept."""
+        return len(self._sampler)
+
+    def warm_up(self) -> None:
+        """Run a forward on a page of our own, so that the first request finds everything allocated."""
+        holder = Holder(HolderKind.REQUEST, "warm-up")
+        with self._kv.lock:
+            (page,) = self._kv.pool.take(1, holder)
+        self._forward.run(self._kv.memory.pages, DecodeBatch([0], [0], [[page]]))
+        with self._kv.lock:
+            self._kv.pool.release(holder)
+
+    def run(self) -> None:
+        """Step until Stop."""
+        while True:
+            if not len(self.scheduler) and not self._take(self._wait()):
+                return
+            if not self.take_waiting():
+                return
+            self.step()
+
+    def take_waiting(self) -> bool:
+        """Act on what is in the inbox now; False on Stop."""
+        while True:
+            try:
+                item = self.inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if not self._take(item):
+                return False
+
+    def _wait(self) -> Item:
+        """The next item; when none comes for a while, the idle rank proves its pool and says what it did."""
+        while not self._proved:
+            try:
+                return self.inbox.get(timeout=_IDLE_S)
+            except queue.Empty:
+                self._proved = self._num_claims() == 0
+                if self._proved:
+                    self._kv.check_integrity()
+                    self._log_counters()
+        return self.inbox.get()
+
+    def _take(self, item: Item) -> bool:
+        self._proved = False
+        if isinstance(item, Stop):
+            return False
+        if isinstance(item, Exception):
+            raise EngineError("the handoff thread ended") from item
+        if isinstance(item, Request):
+            self._sampler.add(item)
+            self.scheduler.add(item)
+            self._finish_if_over(item)
+        elif isinstance(item, Cancel):
+            request = self.scheduler.get(item.session, item.handle)
+            if request is not None:
+                self._leave(request, RequestState.ABORTED)
+        else:
+            for request in self.scheduler.requests:
+                if request.session == item.session:
+                    self._leave(request, RequestState.ABORTED)
+        return True
+
+    # ---- one step
+
+    def step(self) -> None:
+        """One token for every running request. Whatever fails, fails these requests and nothing else."""
+        self._fail_late()
+        self.scheduler.admit()
+        self._take_pages()
+        batch = list(self.scheduler.running)
+        if not batch:
+            return
+        try:
+            chosen = self._compute(batch)
+        except Exception as error:
+            _log.exception("a forward failed", extra={"request_ids": [request.key.request_id for request in batch]})
+            for request in batch:
+                self._fail(request, common_pb2.INTERNAL, f"a decode step failed: {error!r:.200}")
+            return
+        rows: list[tuple[Request, Chosen]] = []
+        for request, token in zip(batch, chosen, strict=True):
+            if token is None:
+                self._fail(request, common_pb2.INTERNAL, "the model gave NaN logits for this request")
+            else:
+                rows.append((request, token))
+        self._append(rows)
+        self._say(rows)
+        for request, _ in rows:
+            self._finish_if_over(request)
+
+    def _take_pages(self) -> None:
+        """A page for everybody whose next token begins one, preempting while they are too few."""
+        with self._kv.lock:
+            while (victim := self.scheduler.victim(self._kv.pool.num_available)) is not None:
+                self._kv.pool.release(victim.holder)  # its final pages stay in the prefix cache
+                self._preempted(victim)
+            for request in self.scheduler.lacking_page():
+                request.pages += self._kv.pool.take(1, request.holder)
+
+    def _compute(self, batch: Sequence[Request]) -> list[Chosen | None]:
+        self._clock.begin(max(self.step_s, 0.1))
+        try:
+            inputs = DecodeBatch(
+                token_ids=[request.token_ids[-1] for request in batch],
+                positions=[request.position for request in batch],
+                page_tables=[request.pages for request in batch],
+            )
+            logits = self._forward.run(self._kv.memory.pages, inputs)
+            self.num_forwards += 1
+            self.num_query_tokens += len(batch)
+            return self._sampler.sample(logits, batch)
+        finally:
+            self.step_s = self._clock.end()
+
+    def _append(self, rows: Sequence[tuple[Request, Chosen]]) -> None:
+        final = [request for request, token in rows if request.append(token.token_id)]
+        if final:
+            with self._kv.lock:
+                for request in final:
+                    self._kv.pool.insert(request.digests, request.pages[: len(request.digests)])
+
+    def _say(self, rows: Sequence[tuple[Request, Chosen]]) -> None:
+        """One message a session."""
+        sessions: dict[int, list[tuple[Request, Chosen]]] = {}
+        for request, token in rows:
+            sessions.setdefault(request.session, []).append((request, token))
+        for session, mine in sessions.items():
+            wants_logprobs = any(request.params.logprobs >= 0 for request, _ in mine)
+            wants_top = any(request.params.logprobs > 0 for request, _ in mine)
+            self._emit(StepOut(
+                session=session,
+                handles=[request.handle for request, _ in mine],
+                first_index=[request.num_output_tokens - 1 for request, _ in mine],
+                num_tokens=[1] * len(mine),
+                token_ids=[token.token_id for _, token in mine],
+                logprobs=[token.logprob for _, token in mine] if wants_logprobs else [],
+                top_ids=[token.top_ids for _, token in mine] if wants_top else [],
+                top_logprobs=[token.top_logprobs for _, token in mine] if wants_top else [],
+                step_us=int(self.step_s * 1e6),
+            ))
+
+    # ---- ends
+
+    def _finish_if_over(self, request: Request) -> None:
+        reason = finish_reason(request, self._eos_token_ids)
+        if reason == common_pb2.FINISH_UNSPECIFIED:
+            return
+        self._leave(request, RequestState.FINISHED)
+        stop_token_id = request.token_ids[-1] if reason == common_pb2.STOP else 0
+        decode_us = int((self._now() - request.ready_at) * 1e6)
+        self._emit(Finished(request.session, request.handle, reason, request.num_output_tokens, stop_token_id, decode_us))
+
+    def _fail_late(self) -> None:
+        now = self._now()
+        for request in self.scheduler.requests:
+            if request.deadline is not None and now >= request.deadline:
+                self._fail(request, common_pb2.DEADLINE, f"the request's deadline passed after {request.num_output_tokens} output tokens")
+
+    def _fail(self, request: Request, reason: int, message: str) -> None:
+        self._leave(request, RequestState.ABORTED)
+        self._emit(Failed(request.session, request.handle, reason, message))
+
+    def _preempted(self, request: Request) -> None:
+        """Its pages are back already; the caller holds the lock."""
+        self.scheduler.remove(request)
+        self._sampler.forget(request)
+        request.state = RequestState.ABORTED
+        message = f"preempted after {request.num_output_tokens} output tokens: no page was free for the requests admitted before it"
+        self._emit(Failed(request.session, request.handle, common_pb2.PREEMPTED, message))
+
+    def _leave(self, request: Request, state: RequestState) -> None:
+        """The request is over here: nothing of it stays but what the prefix cache holds."""
+        self.scheduler.remove(request)
+        self._sampler.forget(request)
+        request.state = state
+        with self._kv.lock:
+            self._kv.pool.release(request.holder)
+
+    def _log_counters(self) -> None:
+        stats = self._kv.transport.stats
+        _log.info("counters", extra={
+            "num_forwards": self.num_forwards, "num_query_tokens": self.num_query_tokens, "num_pages_read": stats.num_pages,
+            "num_words_read": stats.num_words, "num_bytes_read": stats.num_bytes, "num_reads_failed": stats.num_failed, "ucx": stats.ucx,
+        })

@@ -1,0 +1,115 @@
+"""What a decode front and its engines say to each other over ZMQ. A session is named by a small integer that the front draws.
+
+front -> engine   Submit, Cancel, SessionLost, Stop
+engine -> front   Claimed, Ready, StepOut, Finished, Failed (and Up, RankLoad, ...)
+
+A cancelled request is never mentioned again; every other ends in exactly one Finished or Failed.
+"""
+import msgspec
+
+from services.decode.request import RequestSpec
+from services.runtime.ipc import Heartbeat, RankLoad, StartFailed, Stop, Up
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Book a claim."""
+
+    session: int
+    handle: int
+    spec: RequestSpec
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Forget a request; one that is over is no error. `reason` is a value of `baton.v1.Reason`."""
+
+    session: int
+    handle: int
+    reason: int
+
+
+class SessionLost(msgspec.Struct, frozen=True, tag=True):
+    """Forget all requests of a session."""
+
+    session: int
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """The token that the holder sampled; `logprob` is None when none was asked for."""
+
+    token_id: int
+    logprob: float | None
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """One hand-off as its reader saw it; times in microseconds."""
+
+    num_pages: int
+    num_cached_pages: int
+    num_bytes: int
+    read_us: int
+    exposed_us: int
+    wait_us: int
+    transport: str
+
+
+class Claimed(msgspec.Struct, frozen=True, tag=True):
+    """A claim is booked; `num_cached_tokens` of its prompt are here already."""
+
+    session: int
+    handle: int
+    num_cached_tokens: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Pages are here and verified; `position` is the first token's index among the output tokens."""
+
+    session: int
+    handle: int
+    position: int
+    first_token: FirstToken
+    transfer: TransferTimes
+
+
+class StepOut(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One step's tokens of all requests of a session, column by column.
+
+    logprobs       empty when no request asked; else one a token, NaN for requests that did not ask
+    top_ids, top_logprobs    likewise, one list a token
+    """
+
+    session: int
+    handles: list[int]
+    first_index: list[int]
+    num_tokens: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+    step_us: int
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """No token follows. `reason` is a value of `baton.v1.FinishReason`; unspecified when the holder ended the request."""
+
+    session: int
+    handle: int
+    reason: int
+    num_output_tokens: int
+    stop_token_id: int
+    decode_us: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The request ended without its end; `reason` is a value of `baton.v1.Reason`."""
+
+    session: int
+    handle: int
+    reason: int
+    message: str
+
+
+Command = Submit | Cancel | SessionLost | Stop
+RequestEvent = Claimed | Ready | StepOut | Finished | Failed
+Event = RequestEvent | Up | StartFailed | Heartbeat | RankLoad

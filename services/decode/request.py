@@ -1,0 +1,115 @@
+"""One request on a decode rank, from claim to end. The handoff thread owns it until READY, the main loop from then on."""
+from enum import StrEnum
+
+import msgspec
+
+from services.kv.hash import ROOT, page_digest, page_digests
+from services.kv.layout import PAGE_SIZE
+from services.kv.messages import HandoffState, RequestKey
+from services.kv.pages import Holder, HolderKind
+from services.model.params import SamplingParams
+
+
+class RequestState(StrEnum):
+    """Words of DESIGN.md section 5."""
+
+    CLAIMED = "claimed"
+    FETCHING = "fetching"
+    READY = "ready"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+class HolderRank(msgspec.Struct, frozen=True):
+    """The rank that announces a request's pages. `address` and `rank` stay when its engine is restarted, `instance_id` does not."""
+
+    instance_id: str
+    address: str
+    rank: int
+    peer: bytes
+
+
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router asks for. `token_ids` ends with the `num_output_tokens` tokens that were sent already."""
+
+    key: RequestKey
+    token_ids: list[int]
+    num_output_tokens: int = 0
+    salt: bytes = b""
+    params: SamplingParams
+    source: HolderRank
+    num_preemptions: int = 0
+    timeout_s: float = 0.0  # time left; 0 = none
+
+
+def num_pages_for(num_tokens: int) -> int:
+    """Pages that hold the KV of `num_tokens` tokens."""
+    return -(-num_tokens // PAGE_SIZE)
+
+
+class Request:
+    """`token_ids` are all tokens known, `pages` the page table; from READY on the last token known has no KV yet."""
+
+    def __init__(self, session: int, handle: int, spec: RequestSpec, *, max_model_len: int, now: float) -> None:
+        self.session, self.handle, self.spec = session, handle, spec
+        self.key, self.params = spec.key, spec.params
+        self.num_output_tokens = spec.num_output_tokens  # of the whole request, replayed ones included
+        self.token_ids = list(spec.token_ids)
+        self.num_handed_over = len(spec.token_ids)  # tokens whose KV comes from the holder
+        num_prompt_tokens = len(spec.token_ids) - spec.num_output_tokens
+        self.max_total_tokens = min(num_prompt_tokens + spec.params.max_tokens, max_model_len)
+        self.deadline = now + spec.timeout_s if spec.timeout_s else None
+        self.state = RequestState.CLAIMED
+        self.pages: list[int] = []
+        self.num_cached_pages = 0  # of the pages handed over, those that were here before
+        self.handoff: HandoffState | None = None  # from READY on
+        self.ready_at = 0.0
+        self.digests = page_digests(self.token_ids, spec.salt)  # of every page that is final
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """Unique on this rank."""
+        return self.session, self.handle
+
+    @property
+    def holder(self) -> Holder:
+        """Name under which the request holds pages."""
+        return Holder(HolderKind.REQUEST, self.id)
+
+    @property
+    def num_pages_handed_over(self) -> int:
+        """Pages of the tokens whose KV comes from the holder."""
+        return num_pages_for(self.num_handed_over)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest that the request may become; its very last token never enters the KV."""
+        return max(num_pages_for(self.max_total_tokens - 1), self.num_pages_handed_over)
+
+    @property
+    def position(self) -> int:
+        """Where the last token known goes when it is fed to the model."""
+        return len(self.token_ids) - 1
+
+    @property
+    def needs_page(self) -> bool:
+        """Whether the next step's token begins a page that the request lacks."""
+        return self.position // PAGE_SIZE >= len(self.pages)
+
+    @property
+    def has_all_pages(self) -> bool:
+        """Whether no step of it can need another page."""
+        return len(self.pages) >= self.max_pages
+
+    def append(self, token_id: int) -> bool:
+        """Take a token in; whether a page became final by it (its digest is then the last of `digests`)."""
+        self.token_ids.append(token_id)
+        self.num_output_tokens += 1
+        start = len(self.digests) * PAGE_SIZE
+        end = start + PAGE_SIZE
+        if end >= len(self.token_ids):
+            return False
+        parent = self.digests[-1] if self.digests else ROOT
+        self.digests.append(page_digest(parent, self.token_ids[start:end], self.token_ids[end], self.spec.salt))
+        return True

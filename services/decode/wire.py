@@ -1,0 +1,96 @@
+"""Between `baton.v1.Decode`'s messages and the commands and events of the engines: pure conversion."""
+import math
+from collections.abc import Mapping
+
+from proto.baton.v1 import common_pb2, decode_pb2
+from services.decode.messages import Claimed, Failed, Finished, FirstToken, Ready, RequestEvent, StepOut, Submit
+from services.decode.request import HolderRank, RequestSpec
+from services.kv.messages import RequestKey
+from services.model.params import SamplingParams
+from services.runtime.errors import InvalidRequest
+
+
+def to_submit(session: int, message: decode_pb2.Submit) -> Submit:
+    """Raises InvalidRequest for what no router of this version sends."""
+    prompt, num_tokens = message.prompt, len(message.prompt.token_ids)
+    if not num_tokens or prompt.num_output_tokens >= num_tokens:
+        raise InvalidRequest("prompt.num_output_tokens", prompt.num_output_tokens, f"it must leave a prompt in the {num_tokens} token ids")
+    if message.sampling.grammar:
+        raise InvalidRequest("sampling.grammar", f"{len(message.sampling.grammar)} bytes", "grammars are not supported; leave it empty")
+    holder = message.holder
+    spec = RequestSpec(
+        key=RequestKey(message.key.request_id, message.key.choice, message.key.attempt),
+        token_ids=list(prompt.token_ids),
+        num_output_tokens=prompt.num_output_tokens,
+        salt=prompt.salt,
+        params=to_params(message.sampling),
+        source=HolderRank(holder.instance_id, holder.pool_address, holder.rank, holder.peer),
+        num_preemptions=message.num_preemptions,
+        timeout_s=message.deadline_us / 1e6,
+    )
+    return Submit(session, message.handle, spec)
+
+
+def to_params(sampling: common_pb2.Sampling) -> SamplingParams:
+    """Field by field; the router has filled every one in."""
+    return SamplingParams(
+        max_tokens=sampling.max_tokens, seed=sampling.seed, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+        min_p=sampling.min_p, frequency_penalty=sampling.frequency_penalty, presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty, min_tokens=sampling.min_tokens, stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos, logprobs=sampling.logprobs,
+    )
+
+
+def to_reply(event: RequestEvent, attempts: Mapping[int, int]) -> decode_pb2.SessionReply:
+    """`attempts` by handle; the sequence number is the session's to set."""
+    if isinstance(event, StepOut):
+        return decode_pb2.SessionReply(step=_to_step(event, attempts))
+    handle, attempt = event.handle, attempts.get(event.handle, 0)
+    match event:
+        case Claimed():
+            return decode_pb2.SessionReply(claimed=decode_pb2.Claimed(handle=handle, num_cached_tokens=event.num_cached_tokens))
+        case Ready():
+            return decode_pb2.SessionReply(ready=_to_ready(event, attempt))
+        case Finished():
+            return decode_pb2.SessionReply(finished=decode_pb2.RequestFinished(
+                handle=handle, attempt=attempt, reason=common_pb2.FinishReason.Name(event.reason),
+                num_output_tokens=event.num_output_tokens, stop_token_id=event.stop_token_id, decode_us=event.decode_us,
+            ))
+        case Failed():
+            return failed(handle, attempt, event.reason, event.message)
+
+
+def failed(handle: int, attempt: int, reason: int, message: str) -> decode_pb2.SessionReply:
+    """RequestFailed as a reply; `reason` is a value of `baton.v1.Reason`."""
+    name = common_pb2.Reason.Name(reason)
+    return decode_pb2.SessionReply(failed=decode_pb2.RequestFailed(handle=handle, attempt=attempt, reason=name, message=message))
+
+
+def _to_ready(event: Ready, attempt: int) -> decode_pb2.Ready:
+    times = event.transfer
+    return decode_pb2.Ready(
+        handle=event.handle, attempt=attempt, position=event.position, first_token=_to_token(event.first_token),
+        transfer=common_pb2.Transfer(
+            num_pages=times.num_pages, num_cached_pages=times.num_cached_pages, num_bytes=times.num_bytes, read_us=times.read_us,
+            exposed_us=times.exposed_us, wait_us=times.wait_us, transport=times.transport,
+        ),
+    )
+
+
+def _to_token(first: FirstToken) -> common_pb2.Token:
+    top = common_pb2.TopLogprobs(token_ids=first.top_ids, logprobs=first.top_logprobs)
+    return common_pb2.Token(id=first.token_id, logprob=math.nan if first.logprob is None else first.logprob, top_logprobs=top)
+
+
+def _to_step(event: StepOut, attempts: Mapping[int, int]) -> decode_pb2.StepTokens:
+    tops = zip(event.top_ids, event.top_logprobs, strict=True)
+    return decode_pb2.StepTokens(
+        handles=event.handles,
+        attempts=[attempts.get(handle, 0) for handle in event.handles],
+        first_index=event.first_index,
+        num_tokens=event.num_tokens,
+        token_ids=event.token_ids,
+        logprobs=event.logprobs,
+        top_logprobs=[common_pb2.TopLogprobs(token_ids=ids, logprobs=logprobs) for ids, logprobs in tops],
+        step_us=event.step_us,
+    )
