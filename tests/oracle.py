@@ -71,7 +71,9 @@ def check_stream(
 
 
 @lru_cache(maxsize=4096)  # cold and warm runs of a test repeat the same streams
-def compare(reference: Reference, prompt_ids: tuple[int, ...], params: SamplingParams, stream_ids: tuple[int, ...], choice: int = 0) -> Comparison:
+def compare(
+    reference: Reference, prompt_ids: tuple[int, ...], params: SamplingParams, stream_ids: tuple[int, ...], choice: int = 0
+) -> Comparison:
     """Check every token of `stream_ids` against what the reference says after the tokens before it, and where the stream ends."""
     logits = forced_logits(reference, prompt_ids, stream_ids)
     rows = [_row(reference, prompt_ids, params, stream_ids[:i], choice) for i in range(len(stream_ids))]

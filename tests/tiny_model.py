@@ -102,7 +102,9 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     stored = dict(tensors)
     if fp8:
-        raw = raw | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}
+        raw = raw | {
+            "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        }
         for name, tensor in tensors.items():
             if name.endswith("_proj.weight") or "_proj_with_mqa" in name:
                 stored[name], stored[name + SCALE_SUFFIX] = quantise(tensor)

@@ -122,5 +122,7 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{path} has no readable safetensors header; fetch it again") from None
     for name, end in ends.items():
         if end > size:
-            raise CheckpointError(f"tensor {name} ends at byte {end} of {path}, which has only {size}: the file is truncated; fetch it again")
+            raise CheckpointError(
+                f"tensor {name} ends at byte {end} of {path}, which has only {size}: the file is truncated; fetch it again"
+            )
     return entries

@@ -156,7 +156,9 @@ def _check_consistent(config: ModelConfig, fields: Fields) -> None:
         raise fields.error("n_group", f"it must divide n_routed_experts ({experts})")
     group_size = experts // groups
     if groups > 1 and group_size < 2:
-        raise fields.error("n_group", f"a group's score is the sum of two experts, so n_routed_experts ({experts}) needs at most {experts // 2} groups")
+        raise fields.error(
+            "n_group", f"a group's score is the sum of two experts, so n_routed_experts ({experts}) needs at most {experts // 2} groups"
+        )
     if config.topk_group > groups:
         raise fields.error("topk_group", f"only n_group ({groups}) groups exist")
     if config.num_experts_per_tok > config.topk_group * group_size:

@@ -5,7 +5,7 @@ memory is what the rank keeps plus one tensor's scales; bytes of experts that th
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -41,7 +41,9 @@ def load_weights(folder: Path, config: ModelConfig, progress: Progress = no_prog
     """
     kept = range(config.n_routed_experts) if experts is None else experts
     if kept.step != 1 or not 0 <= kept.start < kept.stop <= config.n_routed_experts:
-        raise CheckpointError(f"experts {kept.start} to {kept.stop - 1} were asked for but the model has 0 to {config.n_routed_experts - 1}")
+        raise CheckpointError(
+            f"experts {kept.start} to {kept.stop - 1} were asked for but the model has 0 to {config.n_routed_experts - 1}"
+        )
     entries = read_entries(folder)
     check_entries(entries, config, folder)
     placement = Placement(config, kept)
@@ -84,15 +86,16 @@ def _check_tensor(name: str, entry: TensorEntry, entries: dict[str, TensorEntry]
     if entry.dtype != "F8_E4M3":
         return
     if config.weight_block_size is None or len(entry.shape) != 2:
-        raise CheckpointError(f"tensor {name} of {entry.path} is FP8 but config.json gives no weight_block_size for it in quantization_config")
+        raise CheckpointError(
+            f"tensor {name} of {entry.path} is FP8 but config.json gives no weight_block_size for it in quantization_config"
+        )
     scale = entries.get(name + SCALE_SUFFIX)
     if scale is None:
         raise CheckpointError(f"tensor {name + SCALE_SUFFIX} is missing though {name} of {entry.path} is FP8; fetch the checkpoint again")
     blocks = tuple(math.ceil(size / block) for size, block in zip(entry.shape, config.weight_block_size, strict=True))
     if scale.shape != blocks or scale.dtype != "F32":
-        raise CheckpointError(
-            f"tensor {name + SCALE_SUFFIX} of {scale.path} is {scale.dtype} {list(scale.shape)} but the blocks of {name} ask for F32 {list(blocks)}"
-        )
+        found, wanted = f"{scale.dtype} {list(scale.shape)}", f"F32 {list(blocks)}"
+        raise CheckpointError(f"tensor {name + SCALE_SUFFIX} of {scale.path} is {found} but the blocks of {name} ask for {wanted}")
 
 
 def _check_scale(name: str, entry: TensorEntry, entries: dict[str, TensorEntry]) -> None:

@@ -30,7 +30,7 @@ class Placement:
         return self._weights
 
     def _new(self, name: str, *shape: int) -> torch.Tensor:
-        self.destinations[name] = torch.empty(shape, dtype=torch.float32)
+        self.destinations[name] = _empty(*shape)
         return self.destinations[name]
 
     def _layer(self, layer: int) -> LayerWeights:
@@ -58,7 +58,7 @@ class Placement:
 
     def _mlp(self, prefix: str, intermediate: int) -> MlpWeights:
         hidden = self._config.hidden_size
-        mlp = MlpWeights(gate_up=torch.empty(2 * intermediate, hidden, dtype=torch.float32), down=torch.empty(hidden, intermediate, dtype=torch.float32))
+        mlp = MlpWeights(gate_up=_empty(2 * intermediate, hidden), down=_empty(hidden, intermediate))
         self._place_mlp(prefix, mlp.gate_up, mlp.down)
         return mlp
 
@@ -70,8 +70,8 @@ class Placement:
     def _moe(self, layer: int) -> MoeWeights:
         config, prefix = self._config, f"{layer_prefix(layer)}mlp."
         hidden, intermediate = config.hidden_size, config.moe_intermediate_size
-        gate_up = torch.empty(len(self._experts), 2 * intermediate, hidden, dtype=torch.float32)
-        down = torch.empty(len(self._experts), hidden, intermediate, dtype=torch.float32)
+        gate_up = _empty(len(self._experts), 2 * intermediate, hidden)
+        down = _empty(len(self._experts), hidden, intermediate)
         for local, expert in enumerate(self._experts):
             self._place_mlp(expert_prefix(layer, expert), gate_up[local], down[local])
         return MoeWeights(
@@ -81,3 +81,7 @@ class Placement:
             down=down,
             shared=self._mlp(f"{prefix}shared_experts.", config.n_shared_experts * intermediate) if config.n_shared_experts else None,
         )
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32)

@@ -81,7 +81,7 @@ def test_refuses(changes: dict[str, object], sentence: str) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="config.json does not exist"):
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):

@@ -125,7 +125,18 @@ NORM, KV_B = "model.norm.weight", "model.layers.1.self_attn.kv_b_proj.weight"
         ({KV_B + SCALE_SUFFIX: torch.ones(2, 1)}, "is F32 [2, 1] but the blocks of"),
         ({NORM: torch.ones(64).to(torch.float8_e4m3fn)}, "is FP8 but config.json gives no weight_block_size for it"),
     ],
-    ids=["missing", "mtp_half", "scale_missing", "surplus", "surplus_layer", "shape", "dtype", "scale_of_nothing", "scale_shape", "fp8_norm"],
+    ids=[
+        "missing",
+        "mtp_half",
+        "scale_missing",
+        "surplus",
+        "surplus_layer",
+        "shape",
+        "dtype",
+        "scale_of_nothing",
+        "scale_shape",
+        "fp8_norm",
+    ],
 )
 def test_broken_tensors(edit: dict[str, torch.Tensor | None], sentence: str, tmp_path: Path) -> None:
     make(tmp_path, fp8=True)
