@@ -49,24 +49,27 @@ def run_engine(role: str, command_type: Any, body: Callable[[Config, int, Engine
     arguments = parser.parse_args()
     die_with_parent()
     channel: EngineChannel[Any, Any] = EngineChannel(arguments.ipc, command_type)
+    clock, over = StepClock(), threading.Event()
+    heartbeat = threading.Thread(target=_beat, args=(channel, clock, over), daemon=True, name="heartbeat")
+    exit_code = 0
     try:
         config = load_config(arguments.config, arguments.set)
         setup_logging(f"{role}/{arguments.rank}", config.log.level)
-        clock = StepClock()
-        threading.Thread(target=_beat, args=(channel, clock), daemon=True, name="heartbeat").start()
+        heartbeat.start()
         body(config, arguments.rank, channel, clock)
     except SetupError as error:
         channel.send(StartFailed(str(error)))
-        channel.close()
-        sys.exit(1)
+        exit_code = 1
+    over.set()
+    if heartbeat.is_alive():
+        heartbeat.join()
     channel.close()
     # Library threads (UCX progress, OpenMP) need no orderly end, and some take seconds over one.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(exit_code)
 
 
-def _beat(channel: EngineChannel[Any, Any], clock: StepClock) -> None:
-    while True:
+def _beat(channel: EngineChannel[Any, Any], clock: StepClock, over: threading.Event) -> None:
+    while not over.wait(_BEAT_S):
         channel.send(clock.beat())
-        time.sleep(_BEAT_S)

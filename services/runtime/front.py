@@ -63,6 +63,7 @@ class Front:
                                       on_event=self._on_event, on_down=self._on_down)
         self._membership = Membership(section.routers, self._member, self._load_reports)
         self._health_update: asyncio.Future[None] | None = None
+        self._draining = False
         pool.register(self._server)
         pool.attach(self._supervisor.ranks)
 
@@ -76,6 +77,7 @@ class Front:
 
     async def _drain_when(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
+        self._draining = True
         self._pool.drain()
         await self._server.set_serving(False)
         self._membership.leave()
@@ -98,14 +100,16 @@ class Front:
     def _on_down(self, rank: RankProcess) -> None:
         instance_id = self._instances.pop(rank.rank, None)
         if instance_id is not None:
-            logger.error("rank %d (instance %s) is down, exit code %s", rank.rank, instance_id, rank.exit_code)
+            level = logging.INFO if self._draining else logging.ERROR
+            logger.log(level, "rank %d (instance %s) is down, exit code %s", rank.rank, instance_id, rank.exit_code)
             self._loads.pop(instance_id, None)
             self._pool.on_down(rank, instance_id)
             self._rank_changed()
 
     def _rank_changed(self) -> None:
         self._membership.member_changed()
-        self._health_update = asyncio.ensure_future(self._server.set_serving(bool(self._instances)))
+        serving = bool(self._instances) and not self._draining
+        self._health_update = asyncio.ensure_future(self._server.set_serving(serving))
 
     def _member(self) -> registry_pb2.Member:
         ups = [(rank, rank.up) for rank in self._supervisor.ranks if rank.up is not None]
