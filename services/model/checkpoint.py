@@ -27,6 +27,8 @@ class TensorEntry:
     path: Path
     dtype: str  # safetensors' word: F32, BF16, F16, F8_E4M3
     shape: tuple[int, ...]
+    begin: int  # bytes from the file's start
+    end: int
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
@@ -115,14 +117,16 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
         raw = file.read(length)
     try:
         header = cast("dict[str, dict[str, object]]", json.loads(raw))
-        fields = {name: value for name, value in header.items() if name != "__metadata__"}
-        entries = {name: TensorEntry(path, str(v["dtype"]), tuple(cast("list[int]", v["shape"]))) for name, v in fields.items()}
-        ends = {name: 8 + length + cast("list[int]", value["data_offsets"])[1] for name, value in fields.items()}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        entries: dict[str, TensorEntry] = {}
+        for name, value in header.items():
+            if name != "__metadata__":
+                begin, end = (8 + length + offset for offset in cast("list[int]", value["data_offsets"]))
+                entries[name] = TensorEntry(path, str(value["dtype"]), tuple(cast("list[int]", value["shape"])), begin, end)
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path} has no readable safetensors header; fetch it again") from None
-    for name, end in ends.items():
-        if end > size:
+    for name, entry in entries.items():
+        if entry.end > size:
             raise CheckpointError(
-                f"tensor {name} ends at byte {end} of {path}, which has only {size}: the file is truncated; fetch it again"
+                f"tensor {name} ends at byte {entry.end} of {path}, which has only {size}: the file is truncated; fetch it again"
             )
     return entries

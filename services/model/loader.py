@@ -1,17 +1,17 @@
 """A model folder becomes the weights of one rank: checked by its headers first, then copied tensor by tensor.
 
-Files are memory-mapped one at a time and every tensor is dequantised straight into the place where it stays, so peak
-memory is what the rank keeps plus one tensor's scales; bytes of experts that the rank does not own are never touched.
+Every tensor is read, not mapped, and dequantised straight into the place where it stays, so peak memory is what the rank
+keeps plus one tensor as stored; bytes of experts that the rank does not own are never read.
 """
 
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from services.model.checkpoint import TensorEntry, read_entries, revision
 from services.model.config import ModelConfig, load_config
@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) after each tensor."""
 
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).numpy()
-_DTYPES = ("F32", "BF16", "F16", "F8_E4M3")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
 
 
 def no_progress(_done: int, _total: int) -> None:
@@ -105,27 +105,37 @@ def _check_scale(name: str, entry: TensorEntry, entries: dict[str, TensorEntry])
 
 
 def _copy(entries: dict[str, TensorEntry], destinations: dict[str, torch.Tensor], config: ModelConfig, progress: Progress) -> None:
-    """Fill every destination from its file, in file order, one file open at a time (two where a scale lies elsewhere)."""
-    by_path: dict[Path, list[str]] = {}
-    for name in destinations:
-        by_path.setdefault(entries[name].path, []).append(name)
-    done = 0
-    for path, names in sorted(by_path.items()):
-        scales = {name: entries[name + SCALE_SUFFIX].path for name in names if entries[name].dtype == "F8_E4M3"}
-        with ExitStack() as stack:
-            files = {p: stack.enter_context(_open(p)) for p in {path, *scales.values()}}
-            for name in names:
-                scale = files[scales[name]].get_tensor(name + SCALE_SUFFIX) if name in scales else None
-                dequantise_into(destinations[name], files[path].get_tensor(name), scale, config.weight_block_size)
-                done += 1
-                progress(done, len(destinations))
+    """Fill every destination from its file, in the order of the bytes."""
+    names = sorted(destinations, key=lambda name: (entries[name].path, entries[name].begin))
+    with ExitStack() as stack:
+        files: dict[Path, BufferedReader] = {}
+        for done, name in enumerate(names, start=1):
+            entry, out, scale = entries[name], destinations[name], None
+            if entry.dtype == "F8_E4M3":
+                scale = torch.empty(entries[name + SCALE_SUFFIX].shape, dtype=torch.float32)
+                _read_into(scale, name + SCALE_SUFFIX, entries[name + SCALE_SUFFIX], files, stack)
+            if entry.dtype == "F32":
+                _read_into(out, name, entry, files, stack)
+            else:
+                stored = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+                _read_into(stored, name, entry, files, stack)
+                dequantise_into(out, stored, scale, config.weight_block_size)
+            progress(done, len(names))
 
 
-def _open(path: Path) -> safe_open:
+def _read_into(out: torch.Tensor, name: str, entry: TensorEntry, files: dict[Path, BufferedReader], stack: ExitStack) -> None:
+    """Read one tensor's bytes into `out` (contiguous, of the stored dtype); files stay open until `stack` closes."""
+    buffer = out.view(torch.uint8).numpy().data.cast("B")
     try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors ({error}); fetch it again") from None
+        if entry.path not in files:
+            files[entry.path] = stack.enter_context(entry.path.open("rb"))
+        files[entry.path].seek(entry.begin)
+        done = files[entry.path].readinto(buffer) if buffer.nbytes == entry.end - entry.begin else -1
+    except OSError as error:
+        raise CheckpointError(f"tensor {name} cannot be read from {entry.path}: {error.strerror}") from None
+    if done != buffer.nbytes:
+        have = entry.end - entry.begin
+        raise CheckpointError(f"tensor {name} of {entry.path} has {have} bytes but {entry.dtype} {list(entry.shape)} needs {buffer.nbytes}")
 
 
 def dequantise_into(out: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int] | None) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.model import loader
 from services.model.config import load_config
 from services.model.loader import load_tensors, load_weights, revision
 from services.model.names import SCALE_SUFFIX, expert_prefix
@@ -73,25 +74,13 @@ def test_bf16_tied_and_without_mtp(tmp_path: Path) -> None:
 def test_only_owned_experts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make(tmp_path, num_shards=2)
     read: list[str] = []
-    from services.model import loader
+    real_read = loader._read_into
 
-    class Spy:
-        def __init__(self, path: Path) -> None:
-            self._file = real_open(path)
+    def spy(out: torch.Tensor, name: str, *rest: object) -> None:
+        read.append(name)
+        real_read(out, name, *rest)  # type: ignore[arg-type]
 
-        def __enter__(self) -> "Spy":
-            self._file.__enter__()
-            return self
-
-        def __exit__(self, *details: object) -> None:
-            self._file.__exit__(*details)
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            read.append(name)
-            return self._file.get_tensor(name)
-
-    real_open = loader._open
-    monkeypatch.setattr(loader, "_open", Spy)
+    monkeypatch.setattr(loader, "_read_into", spy)
     weights = load_weights(tmp_path, load_config(tmp_path), experts=range(2, 5))
     moe = weights.layers[1].mlp
     assert isinstance(moe, MoeWeights) and moe.down.shape == (3, 64, 32) and moe.gate.shape == (8, 64)
