@@ -203,19 +203,20 @@ class NixlTransport:
         if max(remote_pages) >= peer.info.num_pages:
             raise HandoffError(common_pb2.INVALID, f"page {max(remote_pages)} of {instance_id} was announced; it has {peer.info.num_pages}")
         local, remote = (self._local_words, peer.epochs) if of_epochs else (self._local_pages, peer.pages)
+        self._ledger.started()  # before the transfer: over cma the bytes move within the call
         try:
             transfer = self._agent.make_prepped_xfer(
                 "READ", local, np.array(local_pages, dtype=np.int32), remote, np.array(remote_pages, dtype=np.int32)
             )
             state = _STATES.get(self._agent.transfer(transfer), TransferState.FAILED)
         except Exception as error:
+            self._ledger.ended()
             raise HandoffError(common_pb2.READ_FAILED, f"a read from {instance_id} could not be posted: {error!r}") from error
         self._num_reads_ever += 1
         read = _Read(peer, transfer, list(local_pages), of_epochs=of_epochs)
         read.state = state
         self._reads[self._num_reads_ever] = read
         peer.num_reads += 1
-        self._ledger.started()
         return self._num_reads_ever
 
     def _end_transfer(self, transfer: Any) -> None:
