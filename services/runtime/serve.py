@@ -1,7 +1,6 @@
 """What every gRPC server and channel of Baton has in common: options, health, reflection, status mapping, signals."""
 
 import asyncio
-import contextlib
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -135,9 +134,11 @@ async def first_of(*awaitables: Awaitable[Any]) -> None:
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel `tasks` and wait until they are gone; their outcome is of no interest any more."""
+    """Cancel `tasks` and wait until they are gone; their outcome is of no interest any more. Being cancelled meanwhile goes through."""
     for task in tasks:
         task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
     for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
+        if not task.cancelled():
+            task.exception()  # looked at: asyncio need not complain
