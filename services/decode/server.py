@@ -35,6 +35,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._sessions: dict[int, RouterSession] = {}
         self._numbers = itertools.count(1)
 
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions, of all ranks."""
+        return len(self._sessions)
+
     # ---- PoolService
 
     def register(self, server: Server) -> None:
@@ -139,7 +144,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         session.requests[handle] = message.key.attempt
         if self._draining:
             self._fail(session, handle, common_pb2.DRAINING, "this rank drains and takes no new request; try another")
-        elif up is None:
+        elif up is None or up.instance_id != session.instance_id:
             self._fail(session, handle, common_pb2.ENGINE_DIED, f"engine {session.instance_id} is gone")
         elif message.fingerprint != up.fingerprint:
             text = f"fingerprint is {up.fingerprint} here and {message.fingerprint} at the holder; pair ranks of one model and revision"

@@ -1,5 +1,6 @@
 """Every test of a rig ends with all pages back on both sides."""
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.decode.rig import Rig
 def make_rig() -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make(**fields: int) -> Rig:
+    def make(**fields: Any) -> Rig:
         rigs.append(Rig(**fields))
         return rigs[-1]
 

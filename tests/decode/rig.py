@@ -4,14 +4,14 @@ The scripted model's next token depends on everything in the pages: stored value
 next = 2 + (sum of (position + 1) * id) % 250. So a wrong page, a lost append or a foreign write changes the text.
 """
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from proto.baton.v1 import common_pb2
 from services.decode.fetch import Fetcher
 from services.decode.forward import DecodeBatch
-from services.decode.loop import DecodeLoop
+from services.decode.loop import DecodeLoop, Forward
 from services.decode.messages import Cancel, Failed, Finished, Ready, RequestEvent, SessionLost, StepOut, Submit
 from services.decode.request import HolderRank, Request, RequestSpec, RequestState, num_pages_for
 from services.kv.layout import PAGE_SIZE, Compatibility, KvLayout
@@ -52,6 +52,16 @@ class Clock:
         return self.now
 
 
+Prefill = Callable[[torch.Tensor, list[int], RequestSpec], int]
+"""Fill the page table with the prompt's KV and choose the first token."""
+
+
+def scripted_prefill(pages: torch.Tensor, page_table: list[int], spec: RequestSpec) -> int:
+    for position, token in enumerate(spec.token_ids):
+        pages[page_table[position // PAGE_SIZE], :, position % PAGE_SIZE, :] = float(token)
+    return next_token(spec.token_ids)
+
+
 class ScriptedForward:
     """Like DecodeForward; `fail_with` raises once, `nan_for` poisons the rows that feed these tokens, `row` replaces the logits."""
 
@@ -83,9 +93,14 @@ class ScriptedForward:
 class ScriptedHolder:
     """A prefill rank's side of hand-offs."""
 
-    def __init__(self, fabric: LocalFabric, clock: Clock, compatibility: Compatibility = SAME, num_pages: int = 64) -> None:
-        self.kv = open_rank_kv(layout=LAYOUT, num_pages=num_pages, transport="local", compatibility=compatibility, fabric=fabric, clock=clock)
+    def __init__(
+        self, fabric: LocalFabric, clock: Clock, compatibility: Compatibility = SAME, layout: KvLayout = LAYOUT,
+        prefill: Prefill = scripted_prefill,
+    ) -> None:
+        self.kv = open_rank_kv(layout=layout, num_pages=64, transport="local", compatibility=compatibility, fabric=fabric, clock=clock)
+        self._prefill = prefill
         self._pages: dict[RequestKey, list[int]] = {}
+        self._first_tokens: dict[RequestKey, int] = {}
 
     def rank(self, address: str = "prefill:1") -> HolderRank:
         return HolderRank(self.kv.instance_id, address, 0, self.kv.transport.metadata())
@@ -94,8 +109,7 @@ class ScriptedHolder:
         """Compute the prompt and open the lease; announces nothing."""
         self.kv.transport.add_peer(reader.transport.metadata())
         pages = self.kv.pool.take(num_pages_for(len(spec.token_ids)), Holder(HolderKind.REQUEST, spec.key))
-        for position, token in enumerate(spec.token_ids):
-            self.kv.memory.pages[pages[position // PAGE_SIZE], :, position % PAGE_SIZE, :] = float(token)
+        self._first_tokens[spec.key] = self._prefill(self.kv.memory.pages, pages, spec)
         self._pages[spec.key] = pages
         self.kv.leases.open(spec.key, [reader.instance_id])
 
@@ -104,7 +118,7 @@ class ScriptedHolder:
 
     def announce_last(self, spec: RequestSpec, start: int = 0, first_token: int | None = None) -> None:
         """The rest of the pages and the state; the request lives on in its lease."""
-        token = next_token(spec.token_ids) if first_token is None else first_token
+        token = self._first_tokens[spec.key] if first_token is None else first_token
         prompt = spec.token_ids[: len(spec.token_ids) - spec.num_output_tokens]
         counts: dict[int, int] = {}
         for output in [*spec.token_ids[len(prompt) :], token]:
@@ -119,7 +133,7 @@ class ScriptedHolder:
 
     def drop(self, spec: RequestSpec) -> None:
         """The request's own hold on its pages."""
-        del self._pages[spec.key]
+        del self._pages[spec.key], self._first_tokens[spec.key]
         self.kv.pool.release(Holder(HolderKind.REQUEST, spec.key))
 
     def hand_off(self, spec: RequestSpec, reader: RankKv, first_token: int | None = None) -> None:
@@ -131,10 +145,13 @@ class ScriptedHolder:
 class Rig:
     """The rank under test and one holder."""
 
-    def __init__(self, *, num_pages: int = 32, max_running: int = 8, max_claims: int = 16, max_model_len: int = 2048) -> None:
+    def __init__(self, *, num_pages: int = 32, max_running: int = 8, max_claims: int = 16, max_model_len: int = 2048,
+                 layout: KvLayout = LAYOUT, prefill: Prefill = scripted_prefill, forward: Forward | None = None) -> None:
         self.clock, self.fabric = Clock(), LocalFabric()
-        self.holder = ScriptedHolder(self.fabric, self.clock)
-        self.kv = open_rank_kv(layout=LAYOUT, num_pages=num_pages, transport="local", compatibility=SAME, fabric=self.fabric, clock=self.clock)
+        self.holder = ScriptedHolder(self.fabric, self.clock, layout=layout, prefill=prefill)
+        self.kv = open_rank_kv(
+            layout=layout, num_pages=num_pages, transport="local", compatibility=SAME, fabric=self.fabric, clock=self.clock
+        )
         self.forward = ScriptedForward()
         self.events: list[RequestEvent] = []
         self.delivered: list[Request] = []
@@ -142,7 +159,7 @@ class Rig:
             self.kv, max_claims=max_claims, max_model_len=max_model_len, emit=self.events.append, deliver=self._deliver, clock=self.clock
         )
         self.loop = DecodeLoop(
-            self.forward, self.kv, max_running=max_running, eos_token_ids=(EOS,), emit=self.events.append, clock=StepClock(),
+            forward or self.forward, self.kv, max_running=max_running, eos_token_ids=(EOS,), emit=self.events.append, clock=StepClock(),
             num_claims=lambda: self.fetcher.num_claims, now=self.clock,
         )
         self._num_requests = 0

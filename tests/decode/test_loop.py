@@ -90,7 +90,8 @@ def test_eos_ends_unless_ignored(rig: Rig, ignore_eos: bool) -> None:
     rig.run()
     end = rig.end(1)
     assert isinstance(end, Finished)
-    assert (end.reason, end.num_output_tokens, end.stop_token_id) == ((common_pb2.LENGTH, 4, 0) if ignore_eos else (common_pb2.STOP, 2, EOS))
+    expected = (common_pb2.LENGTH, 4, 0) if ignore_eos else (common_pb2.STOP, 2, EOS)
+    assert (end.reason, end.num_output_tokens, end.stop_token_id) == expected
 
 
 def test_first_token_may_be_the_last_even_here(rig: Rig) -> None:

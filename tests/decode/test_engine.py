@@ -1,0 +1,128 @@
+"""The threads of a rank: commands in order, load reports, wake-ups, and the end of one being the end of the other."""
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from proto.baton.v1 import common_pb2
+from services.decode.engine import HandoffThread
+from services.decode.messages import Cancel, Finished, SessionLost, StepOut, Submit
+from services.runtime.errors import EngineError
+from services.runtime.ipc import RankLoad, Stop
+from tests.decode.rig import Rig, greedy, mono
+
+PROMPT = [3 + 7 * i % 240 for i in range(150)]
+PATIENCE_S = 10.0
+
+
+class FakeChannel:
+    """Commands from a queue, events into the rig's list."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.commands: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.loads: list[RankLoad] = []
+        self.fail_with: Exception | None = None
+
+    def receive(self, timeout_s: float) -> list[object]:
+        if self.fail_with is not None:
+            raise self.fail_with
+        try:
+            return [self.commands.get(timeout=max(timeout_s, 0.0001))]
+        except queue.Empty:
+            return []
+
+    def send(self, event: object) -> None:
+        assert isinstance(event, RankLoad)
+        self.loads.append(event)
+
+
+class Threads:
+    """A rank with its threads, the holder driven by the test's own."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.channel = rig, FakeChannel(rig)
+        self.raised: list[BaseException] = []
+        self.handoff = HandoffThread(self.channel, rig.kv, rig.fetcher, rig.loop)  # type: ignore[arg-type]
+        self.main = threading.Thread(target=self._run, daemon=True)
+        self.handoff.start()
+        self.main.start()
+
+    def _run(self) -> None:
+        try:
+            self.rig.loop.run()
+        except EngineError as error:
+            self.raised.append(error)
+
+    def submit(self, handle: int, max_tokens: int, session: int = 1) -> None:
+        spec = self.rig.spec(PROMPT, greedy(max_tokens))
+        self.channel.commands.put(Submit(session, handle, spec))
+        self.rig.holder.hand_off(spec, self.rig.kv)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come about"
+            self.rig.holder.kv.exchange.tick()
+            self.rig.clock.now += 0.001
+            time.sleep(0.0005)
+
+    def stop(self) -> None:
+        self.channel.commands.put(Stop())
+        self.handoff.join(PATIENCE_S)
+        self.main.join(PATIENCE_S)
+        assert not self.handoff.is_alive() and not self.main.is_alive()
+        self.rig.holder.kv.exchange.tick()  # what was sent last
+
+
+@pytest.fixture
+def threads(make_rig: Callable[..., Rig]) -> Iterator[Threads]:
+    made = Threads(make_rig(num_pages=64))
+    yield made
+    if made.main.is_alive():
+        made.stop()
+
+
+def test_request_goes_through_both_threads(threads: Threads) -> None:
+    threads.submit(1, 5)
+    threads.until(lambda: threads.rig.of(Finished))
+    assert threads.rig.tokens(1) == mono(PROMPT, 5)
+    threads.submit(2, 5)  # the loop blocked on its inbox meanwhile
+    threads.until(lambda: len(threads.rig.of(Finished)) == 2)
+
+
+def test_cancel_behind_its_submit_is_never_lost(threads: Threads) -> None:
+    for handle in range(1, 13):
+        threads.submit(handle, 1500)
+        if handle % 3 == 0:
+            threads.until(lambda: len(threads.rig.loop.scheduler))
+        threads.channel.commands.put(Cancel(1, handle, common_pb2.CANCELLED))
+    threads.until(lambda: threads.rig.kv.pool.num_available == threads.rig.kv.pool.num_pages and not threads.rig.fetcher.num_claims)
+    threads.until(lambda: not len(threads.rig.holder.kv.leases))
+
+
+def test_lost_session_takes_requests_of_both_threads(threads: Threads) -> None:
+    threads.submit(1, 300)
+    threads.until(lambda: threads.rig.of(StepOut))
+    threads.channel.commands.put(Submit(1, 2, threads.rig.spec(PROMPT, greedy(5))))
+    threads.until(lambda: threads.rig.fetcher.num_claims)
+    threads.channel.commands.put(SessionLost(1))
+    threads.until(lambda: not threads.rig.fetcher.num_claims and not len(threads.rig.loop.scheduler))
+
+
+def test_load_is_reported_when_it_changes(threads: Threads) -> None:
+    threads.submit(1, 1500)
+    threads.until(lambda: any(load.num_running == 1 and load.num_running_tokens > 150 for load in threads.channel.loads))
+    threads.channel.commands.put(Cancel(1, 1, 0))
+    threads.until(lambda: threads.channel.loads[-1].num_running == 0)
+    assert threads.channel.loads[-1].num_free_pages == 64
+    num_loads = len(threads.channel.loads)
+    time.sleep(0.3)
+    assert len(threads.channel.loads) == num_loads, "an idle rank has nothing to say"
+
+
+def test_broken_handoff_thread_ends_the_rank(threads: Threads) -> None:
+    threads.channel.fail_with = RuntimeError("a bug")
+    threads.main.join(PATIENCE_S)
+    assert not threads.main.is_alive() and isinstance(threads.raised[0].__cause__, RuntimeError)

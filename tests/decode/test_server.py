@@ -1,0 +1,298 @@
+"""The front's side: sessions over real gRPC, ranks replaced by a list of commands."""
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from proto.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from services.decode import session as session_module
+from services.decode.messages import Cancel, Claimed, Failed, Finished, FirstToken, Ready, SessionLost, StepOut, Submit, TransferTimes
+from services.decode.request import HolderRank
+from services.decode.server import SERVICE, DecodeService
+from services.kv.messages import RequestKey
+from services.runtime.errors import EngineError
+from services.runtime.ipc import Up
+from services.runtime.serve import WIRE_VERSION, Server, open_channel
+
+UP = Up(instance_id="d1", peer=b"", fingerprint="f", max_model_len=100, vocab_size=260, page_size=64, num_pages=8, max_running=4)
+
+
+class FakeRank:
+    """What the service uses of a RankProcess."""
+
+    def __init__(self, up: Up = UP) -> None:
+        self.rank, self.up = 0, up
+        self.commands: list[object] = []
+        self.is_down = False
+
+    def send(self, command: object) -> None:
+        if self.is_down:
+            raise EngineError("rank 0 is down")
+        self.commands.append(command)
+
+
+class Rig:
+    def __init__(self, service: DecodeService, rank: FakeRank, stub: decode_pb2_grpc.DecodeStub) -> None:
+        self.service, self.rank, self.stub = service, rank, stub
+
+    async def open(self, **fields: object) -> grpc.aio.StreamStreamCall:
+        call = self.stub.Session()
+        opening = {"router_id": "r", "instance_id": "d1", "wire_version": WIRE_VERSION} | fields
+        await call.write(decode_pb2.SessionRequest(open=decode_pb2.SessionOpen(**opening)))
+        return call
+
+    async def opened(self) -> grpc.aio.StreamStreamCall:
+        call = await self.open()
+        reply = await call.read()
+        assert (reply.sequence, reply.opened.resumed, reply.opened.wire_version) == (1, False, WIRE_VERSION)
+        return call
+
+    async def commands(self, number: int) -> list:
+        async with asyncio.timeout(5):
+            while len(self.rank.commands) < number:
+                await asyncio.sleep(0.001)
+        assert len(self.rank.commands) == number
+        return self.rank.commands
+
+    def emit(self, *events: object) -> None:
+        for event in events:
+            self.service.on_event(self.rank, event)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with running() as made:
+        yield made
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Rig]:
+    service, rank, server = DecodeService(drain_s=7.0), FakeRank(), Server("127.0.0.1:0", [SERVICE])
+    service.register(server)
+    service.attach([rank])  # type: ignore[list-item]
+    await server.start()
+    async with open_channel(server.address) as channel:
+        yield Rig(service, rank, decode_pb2_grpc.DecodeStub(channel))
+    await server.stop(0)
+    async with asyncio.timeout(5):
+        while service.num_sessions:
+            await asyncio.sleep(0.001)
+    assert service.num_active() == 0
+
+
+def submit(handle: int = 1, **fields: object) -> decode_pb2.SessionRequest:
+    filled = {
+        "key": common_pb2.RequestKey(request_id="q", choice=0, attempt=3), "handle": handle, "fingerprint": "f", "deadline_us": 2_500_000,
+        "prompt": common_pb2.Prompt(token_ids=[5, 6, 7], num_output_tokens=1, salt=b"s"), "num_preemptions": 2,
+        "sampling": common_pb2.Sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, frequency_penalty=0.25, presence_penalty=0.5,
+                                        repetition_penalty=1.5, min_tokens=1, max_tokens=9, stop_token_ids=[4, 8], ignore_eos=True,
+                                        seed=2**64 - 1, logprobs=2),
+        "holder": common_pb2.Rank(instance_id="p1", role="prefill", pool_address="h:1", rank=4, peer=b"blob"),
+    }
+    return decode_pb2.SessionRequest(submit=decode_pb2.Submit(**(filled | fields)))
+
+
+async def test_submit_reaches_the_rank_whole(rig: Rig) -> None:
+    call = await rig.opened()
+    await call.write(submit())
+    (command,) = await rig.commands(1)
+    assert isinstance(command, Submit) and command.handle == 1
+    spec = command.spec
+    assert spec.key == RequestKey("q", 0, 3) and spec.token_ids == [5, 6, 7] and spec.num_output_tokens == 1 and spec.salt == b"s"
+    assert spec.source == HolderRank("p1", "h:1", 4, b"blob") and spec.num_preemptions == 2 and spec.timeout_s == 2.5
+    params = spec.params
+    assert (params.temperature, params.top_k, params.min_tokens, params.max_tokens, params.stop_token_ids) == (0.5, 3, 1, 9, (4, 8))
+    assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.5, 0.25, 0.5)
+    assert (params.seed, params.logprobs, params.ignore_eos) == (2**64 - 1, 2, True)
+    assert params.top_p == pytest.approx(0.9) and params.min_p == pytest.approx(0.1)
+    call.cancel()
+
+
+async def test_replies_are_numbered_and_complete(rig: Rig) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    await call.write(submit(2))
+    number = (await rig.commands(2))[0].session
+    times = TransferTimes(num_pages=3, num_cached_pages=1, num_bytes=99, read_us=5, exposed_us=4, wait_us=6, transport="cma")
+    rig.emit(
+        Claimed(number, 1, 64),
+        Ready(number, 1, 1, FirstToken(7, None, (), ()), times),
+        Ready(number, 2, 1, FirstToken(7, -0.5, (7, 8), (-0.5, -1.0)), times),
+        StepOut(session=number, handles=[1, 2], first_index=[2, 2], num_tokens=[1, 1], token_ids=[9, 8], logprobs=[math.nan, -0.25],
+                top_ids=[[], [8]], top_logprobs=[[], [-0.25]], step_us=11),
+        Finished(number, 1, common_pb2.STOP, 3, 9, 77),
+        Failed(number, 2, common_pb2.PREEMPTED, "no page"),
+    )
+    replies = [await call.read() for _ in range(6)]
+    assert [reply.sequence for reply in replies] == [2, 3, 4, 5, 6, 7]
+    claimed, ready, asked, step, finished, failed = (getattr(reply, reply.WhichOneof("message")) for reply in replies)
+    assert claimed == decode_pb2.Claimed(handle=1, num_cached_tokens=64)
+    assert (ready.handle, ready.attempt, ready.position, ready.first_token.id) == (1, 3, 1, 7) and math.isnan(ready.first_token.logprob)
+    assert ready.transfer == common_pb2.Transfer(
+        num_pages=3, num_cached_pages=1, num_bytes=99, read_us=5, exposed_us=4, wait_us=6, transport="cma"
+    )
+    assert asked.first_token.logprob == -0.5 and list(asked.first_token.top_logprobs.token_ids) == [7, 8]
+    assert (list(step.handles), list(step.attempts), list(step.first_index)) == ([1, 2], [3, 3], [2, 2])
+    assert (list(step.num_tokens), list(step.token_ids), step.step_us) == ([1, 1], [9, 8], 11)
+    assert math.isnan(step.logprobs[0]) and step.logprobs[1] == -0.25
+    assert [list(top.token_ids) for top in step.top_logprobs] == [[], [8]]
+    assert finished == decode_pb2.RequestFinished(
+        handle=1, attempt=3, reason=common_pb2.STOP, num_output_tokens=3, stop_token_id=9, decode_us=77
+    )
+    assert failed == decode_pb2.RequestFailed(handle=2, attempt=3, reason=common_pb2.PREEMPTED, message="no page")
+    assert rig.service.num_active() == 0
+    call.cancel()
+
+
+@pytest.mark.parametrize("fields", [{"instance_id": "d0"}, {"wire_version": WIRE_VERSION + 1}])
+async def test_other_incarnation_or_version_is_refused(rig: Rig, fields: dict[str, object]) -> None:
+    call = await rig.open(**fields)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert str(next(iter(fields.values()))) in str(caught.value.details())
+
+
+async def test_resume_is_a_new_session(rig: Rig) -> None:
+    call = await rig.open(next_message=17)
+    reply = await call.read()
+    assert (reply.sequence, reply.opened.resumed) == (1, False)
+    call.cancel()
+
+
+@pytest.mark.parametrize("request_", [submit(), decode_pb2.SessionRequest()])
+async def test_first_message_must_open(rig: Rig, request_: decode_pb2.SessionRequest) -> None:
+    call = rig.stub.Session()
+    await call.write(request_)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("second", [submit(1), decode_pb2.SessionRequest(open=decode_pb2.SessionOpen())])
+async def test_broken_protocol_ends_the_session(rig: Rig, second: decode_pb2.SessionRequest) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    await call.write(second)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert isinstance((await rig.commands(2))[1], SessionLost)
+
+
+async def test_cancel_is_passed_on_and_ends_the_request_here(rig: Rig) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    await call.write(decode_pb2.SessionRequest(cancel=decode_pb2.Cancel(handle=1, reason=common_pb2.SLOW_CLIENT)))
+    await call.write(decode_pb2.SessionRequest(cancel=decode_pb2.Cancel(handle=1)))
+    await call.write(submit(2))
+    submitted, cancelled, _ = await rig.commands(3)
+    assert cancelled == Cancel(submitted.session, 1, common_pb2.SLOW_CLIENT)
+    rig.emit(Failed(submitted.session, 1, common_pb2.INTERNAL, "late"), Claimed(submitted.session, 2, 0))
+    assert (await call.read()).claimed.handle == 2, "what crossed the cancel is dropped"
+    call.cancel()
+
+
+@pytest.mark.parametrize("how", ["cancel", "half-close"])
+async def test_broken_session_is_told_to_the_rank(rig: Rig, how: str) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    await rig.commands(1)
+    if how == "cancel":
+        call.cancel()
+    else:
+        await call.done_writing()
+        assert await call.read() == grpc.aio.EOF
+    submitted, lost = await rig.commands(2)
+    assert lost == SessionLost(submitted.session)
+
+
+async def test_sessions_do_not_mix(rig: Rig) -> None:
+    first, second = await rig.opened(), await rig.opened()
+    await first.write(submit(1))
+    await rig.commands(1)
+    await second.write(submit(1))
+    one, two = await rig.commands(2)
+    assert one.session != two.session
+    rig.emit(Claimed(two.session, 1, 64), Claimed(one.session, 1, 128))
+    assert (await first.read()).claimed.num_cached_tokens == 128
+    assert (await second.read()).claimed.num_cached_tokens == 64
+    first.cancel()
+    second.cancel()
+
+
+async def test_engine_death_fails_requests_and_ends_the_stream(rig: Rig) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    await rig.commands(1)
+    rig.rank.is_down = True
+    rig.service.on_down(rig.rank, "d1")  # type: ignore[arg-type]
+    failed = (await call.read()).failed
+    assert (failed.handle, failed.attempt, failed.reason) == (1, 3, common_pb2.ENGINE_DIED)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and "d1" in str(caught.value.details())
+
+
+async def test_drain_refuses_new_requests_and_keeps_old_ones(rig: Rig) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    (submitted,) = await rig.commands(1)
+    rig.service.drain()
+    await call.write(submit(2))
+    assert (await call.read()).draining.seconds_left == 7
+    failed = (await call.read()).failed
+    assert (failed.handle, failed.reason) == (2, common_pb2.DRAINING)
+    assert rig.service.num_active() == 1
+    rig.emit(Finished(submitted.session, 1, common_pb2.LENGTH, 9, 0, 1))
+    assert (await call.read()).finished.num_output_tokens == 9
+    assert rig.service.num_active() == 0
+    call.cancel()
+
+
+@pytest.mark.parametrize(("fields", "reason", "words"), [
+    ({"fingerprint": "g"}, common_pb2.FINGERPRINT_MISMATCH, ["f here", "g at the holder"]),
+    ({"prompt": common_pb2.Prompt()}, common_pb2.INVALID, ["num_output_tokens"]),
+    ({"prompt": common_pb2.Prompt(token_ids=[1], num_output_tokens=1)}, common_pb2.INVALID, ["num_output_tokens"]),
+    ({"sampling": common_pb2.Sampling(grammar=b"x", max_tokens=3)}, common_pb2.INVALID, ["grammar"]),
+])
+async def test_refusals_are_typed(rig: Rig, fields: dict[str, object], reason: int, words: list[str]) -> None:
+    call = await rig.opened()
+    await call.write(submit(1, **fields))
+    failed = (await call.read()).failed
+    assert failed.reason == reason and all(word in failed.message for word in words)
+    assert rig.rank.commands == []
+    call.cancel()
+
+
+async def test_rank_that_takes_no_command_fails_the_request(rig: Rig) -> None:
+    call = await rig.opened()
+    rig.rank.is_down = True
+    await call.write(submit(1))
+    assert (await call.read()).failed.reason == common_pb2.ENGINE_DIED
+    call.cancel()
+
+
+async def test_move_ends_the_request_on_both_sides(rig: Rig) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    await call.write(decode_pb2.SessionRequest(move=decode_pb2.Move(handle=1, step=decode_pb2.Move.START)))
+    failed = (await call.read()).failed
+    assert (failed.handle, failed.reason) == (1, common_pb2.INTERNAL)
+    assert isinstance((await rig.commands(2))[1], Cancel)
+    call.cancel()
+
+
+async def test_router_that_reads_nothing_loses_its_session(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MAX_REPLIES", 5)
+    call = await rig.opened()
+    await call.write(submit(1))
+    (submitted,) = await rig.commands(1)
+    rig.emit(*[Claimed(submitted.session, 1, 0)] * 6)  # in one turn of the event loop: nothing is written meanwhile
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance((await rig.commands(2))[1], SessionLost)
