@@ -66,7 +66,7 @@ class PrefillEngine:
 
     def __init__(
         self, *, kv: RankKv, forward: Forward, sampler: FirstTokenSampler, section: PrefillSection, channel: Channel,
-        step_clock: StepClock, clock: Callable[[], float] = time.monotonic,
+        step_clock: StepClock, token_s: float = 0.0, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kv, self._forward, self._sampler, self._channel = kv, forward, sampler, channel
         self._step_clock, self._clock = step_clock, clock
@@ -74,12 +74,22 @@ class PrefillEngine:
         self.scheduler = Scheduler(
             kv.pool, chunk_tokens=section.chunk_tokens, max_running=section.max_running, max_queued=section.max_queued
         )
-        self._load = LoadReporter(kv, self.scheduler, channel.send, clock)
+        self._load = LoadReporter(kv, self.scheduler, channel.send, clock, token_s)
         self._requests: dict[RequestKey, Request] = {}  # QUEUED and COMPUTING
         self._leased: set[RequestKey] = set()
         self._busy = False  # the last turn ran a forward
         self._unchecked = False  # something happened since the last integrity check
         self._checked_at = -_CHECK_S
+
+    @property
+    def num_requests(self) -> int:
+        """QUEUED and COMPUTING."""
+        return len(self._requests)
+
+    @property
+    def num_leased(self) -> int:
+        """LEASED, and ended leases that the front has not heard of."""
+        return len(self._leased)
 
     def start(self) -> None:
         """Start the hand-off thread."""
@@ -267,7 +277,8 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], ste
     loaded = load(config, rank)
     sampler = FirstTokenSampler(loaded.model.eos_token_ids, loaded.max_model_len)
     engine = PrefillEngine(
-        kv=loaded.kv, forward=loaded.forward, sampler=sampler, section=config.prefill, channel=channel, step_clock=step_clock
+        kv=loaded.kv, forward=loaded.forward, sampler=sampler, section=config.prefill, channel=channel, step_clock=step_clock,
+        token_s=loaded.token_s,
     )
     engine.start()
     channel.send(loaded.up(config.prefill.max_running))

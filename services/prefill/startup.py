@@ -1,6 +1,7 @@
 """Everything a prefill rank loads before it may say `Up`: model, pages, transport; and one forward to have it all warm."""
 import dataclasses
 import sys
+import time
 from pathlib import Path
 
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
@@ -14,6 +15,8 @@ from services.runtime.config import Config
 from services.runtime.errors import ConfigError
 from services.runtime.ipc import Up
 
+_WARM_PAGES = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
@@ -23,6 +26,7 @@ class Loaded:
     kv: RankKv
     forward: PrefillForward
     max_model_len: int
+    token_s: float  # seconds that a prompt token takes
 
     def up(self, max_running: int) -> Up:
         """The rank's first event."""
@@ -50,16 +54,20 @@ def load(config: Config, rank: int) -> Loaded:
     )
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
     kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine)
-    warm_up(forward, kv)
-    return Loaded(model, kv, forward, max_model_len)
+    return Loaded(model, kv, forward, max_model_len, warm_up(forward, kv))
 
 
-def warm_up(forward: PrefillForward, kv: RankKv) -> None:
-    """First forwards cost what later ones do not (thread pools, code paths, page faults): pay before anybody waits."""
+def warm_up(forward: PrefillForward, kv: RankKv) -> float:
+    """First forwards cost what later ones do not (thread pools, code paths, page faults): pay before anybody waits.
+
+    Returns seconds a token, so that already the first step's time can be predicted.
+    """
     holder = Holder(HolderKind.REQUEST, "warm-up")
     with kv.lock:
-        pages = kv.pool.take(1, holder)
-    for start, num_tokens in ((0, PAGE_SIZE - 1), (PAGE_SIZE - 1, 1)):  # from scratch, then one that reads the page
+        pages = kv.pool.take(min(_WARM_PAGES, kv.pool.num_available), holder)
+    last, began = len(pages) * PAGE_SIZE - 1, time.perf_counter()
+    for start, num_tokens in ((0, last), (last, 1)):  # from scratch, then one that reads the pages
         forward.run(kv.memory.pages, [PrefillChunk(token_ids=[0] * num_tokens, start=start, page_table=pages, want_logits=True)])
     with kv.lock:
         kv.pool.release(holder)
+    return (time.perf_counter() - began) / (last + 1)

@@ -165,3 +165,4 @@ class Rig:
         assert self.kv.pool.num_available == self.kv.pool.num_pages
         assert self.kv.pool.pages.num_holds(HolderKind.REQUEST) == self.kv.pool.pages.num_holds(HolderKind.LEASE) == 0
         assert len(self.kv.leases) == self.engine.scheduler.num_queued == self.engine.scheduler.num_computing == 0
+        assert self.engine.num_requests == self.engine.num_leased == 0

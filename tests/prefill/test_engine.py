@@ -188,3 +188,19 @@ def test_pages_of_one_prompt_hold_its_tokens_in_order(rig: Rig):
     assert len(pages) == -(-130 // PAGE_SIZE)
     assert ScriptedForward.entries(rig.kv.memory.pages, pages, 130).tolist() == [(2 + i) % VOCAB + 1 for i in range(130)]
     rig.cancel(key)
+
+
+def test_many_requests_leave_nothing_behind(rig: Rig):
+    for i in range(200):
+        key = rig.run(num_tokens=1 + 7 * i % 200, name=f"r{i}", first=i)
+        rig.turn(2)
+        if i % 3:
+            rig.cancel(key)
+        else:
+            rig.claim(key, 1 + 7 * i % 200)
+            assert rig.pull().state is PullState.READY
+            with rig.reader_kv.lock:
+                rig.reader_kv.pool.release(Holder(HolderKind.REQUEST, key))
+    rig.turn(2)
+    rig.assert_conserved()
+    assert rig.reader_kv.pool.num_available == 16
