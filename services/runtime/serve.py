@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -84,14 +85,16 @@ class Server:
 
     async def start(self) -> None:
         """Bind and listen. Raises SetupError when the port is taken."""
-        host = self._requested.rpartition(":")[0]
+        host, _, wanted = self._requested.rpartition(":")
         try:
+            # Tried first without gRPC, whose core would write lines of its own about a port that is taken.
+            with socket.create_server((host, int(wanted))):
+                pass
             port = self._server.add_insecure_port(self._requested)
-        except RuntimeError:
-            raise errors.SetupError(
-                f"cannot listen on {self._requested}: the port is taken or the address is not this machine's; "
-                "choose another (port 0 = any free one)"
-            ) from None
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or "no host:port"
+            advice = "choose another address (port 0 = any free one)"
+            raise errors.SetupError(f"cannot listen on {self._requested} ({reason}); {advice}") from None
         await self._server.start()
         self.address = f"{host}:{port}"
 
