@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from proto.baton.v1 import common_pb2, decode_pb2, prefill_pb2
-from tests.router.rig import BOS, EOS, DecodeSession, ids_of, running, until
+from tests.router.byte_model import BOS, EOS, ids_of
+from tests.router.fakes import DecodeSession, until
+from tests.router.rig import running
 
 
 async def test_tokens_text_and_usage(tmp_path: Path) -> None:

@@ -1,0 +1,207 @@
+"""Scripted ranks: real gRPC servers that speak the protos and hold no model. A test replaces `serve` to misbehave."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from proto.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2, registry_pb2_grpc
+from services.runtime.serve import WIRE_VERSION, Server, open_channel
+from tests.router.byte_model import MAX_MODEL_LEN, VOCAB
+
+PATIENCE_S = 10.0
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Poll until `condition` holds."""
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"not within {PATIENCE_S} s: {what}"
+        await asyncio.sleep(0.002)
+
+
+class Script(Protocol):
+    """What scripted ranks share: the tokens, and who has announced."""
+
+    script: list[int]
+
+    @property
+    def router_address(self) -> str: ...
+    def usable(self, role: str) -> set[str]: ...
+    def token(self, index: int) -> common_pb2.Token: ...
+    def finish(self, index: int, sampling: common_pb2.Sampling) -> common_pb2.FinishReason: ...
+    def announce(self, request: prefill_pb2.PrefillRequest) -> None: ...
+    async def announced(self, request_id: str, attempt: int) -> None: ...
+
+
+class FakeRank:
+    """One rank of one front: a server, and a Join stream to the router."""
+
+    def __init__(self, world: Script, role: str, index: int) -> None:
+        self.world = world
+        self.role = role
+        self.instance_id = f"{role}-{index}"
+        self.fingerprint = "fp"
+        self.max_model_len = MAX_MODEL_LEN
+        self.server = Server("127.0.0.1:0", [])
+        self._join: asyncio.Task[None] | None = None
+        self.updates: asyncio.Queue[registry_pb2.MemberUpdate] = asyncio.Queue()
+
+    @property
+    def rank(self) -> common_pb2.Rank:
+        return common_pb2.Rank(
+            instance_id=self.instance_id, role=self.role, pool_address=self.server.address, rank=0, peer=self.instance_id.encode()
+        )
+
+    def member(self, *ranks: common_pb2.Rank) -> registry_pb2.Member:
+        limits = registry_pb2.Limits(max_model_len=self.max_model_len, vocab_size=VOCAB, page_size=64, num_pages=20_000, max_running=8)
+        return registry_pb2.Member(
+            front_id=f"front-{self.instance_id}", role=self.role, address=self.server.address, fingerprint=self.fingerprint, model="fake",
+            wire_version=WIRE_VERSION, limits=limits, ranks=ranks or [self.rank], tp=1, ep=1,
+        )
+
+    async def start(self) -> None:
+        await self.server.start()
+
+    async def join(self) -> None:
+        self.updates.put_nowait(registry_pb2.MemberUpdate(member=self.member()))
+        self._join = asyncio.create_task(self._stay())
+        await until(lambda: self.instance_id in self.world.usable(self.role), f"{self.instance_id} joins")
+
+    async def _stay(self) -> None:
+        async def updates() -> AsyncIterator[registry_pb2.MemberUpdate]:
+            while True:
+                yield await self.updates.get()
+
+        async with open_channel(self.world.router_address) as channel:
+            async for _ in registry_pb2_grpc.RegistryStub(channel).Join(updates()):
+                pass
+
+    async def leave(self) -> None:
+        """The front vanishes: stream and server."""
+        if self._join is not None:
+            self._join.cancel()
+            await asyncio.wait([self._join])
+        await self.server.stop(0)
+
+
+class FakePrefill(FakeRank, prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, world: Script, index: int) -> None:
+        super().__init__(world, "prefill", index)
+        self.server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self)
+        self.runs: list[prefill_pb2.PrefillRequest] = []
+        self.num_cancelled = 0
+        self.serve: Callable[[prefill_pb2.PrefillRequest], Awaitable[prefill_pb2.PrefillReply]] = self.reply
+
+    async def Run(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillReply:
+        self.runs.append(request)
+        try:
+            return await self.serve(request)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+    async def reply(self, request: prefill_pb2.PrefillRequest, cached: int = 0) -> prefill_pb2.PrefillReply:
+        self.world.announce(request)
+        index = request.prompt.num_output_tokens
+        first = prefill_pb2.FirstToken(token=self.world.token(index), finish_reason=self.world.finish(index, request.sampling))
+        outcome = prefill_pb2.RequestOutcome(ok=True)
+        return prefill_pb2.PrefillReply(outcome=outcome, first_tokens=[first], num_cached_tokens=cached, queue_us=1, compute_us=2)
+
+
+def refusal(reason: common_pb2.Reason, message: str = "scripted") -> prefill_pb2.PrefillReply:
+    return prefill_pb2.PrefillReply(outcome=prefill_pb2.RequestOutcome(ok=False, reason=reason, message=message))
+
+
+class DecodeSession:
+    """What a script sees of one session."""
+
+    def __init__(self) -> None:
+        self.replies: asyncio.Queue[decode_pb2.SessionReply | None] = asyncio.Queue()
+        self._sequence = 0
+
+    def send(self, **message: Any) -> None:
+        self._sequence += 1
+        self.replies.put_nowait(decode_pb2.SessionReply(sequence=self._sequence, **message))
+
+    def ready(self, submit: decode_pb2.Submit, token: common_pb2.Token) -> None:
+        self.send(ready=decode_pb2.Ready(
+            handle=submit.handle, attempt=submit.key.attempt, position=submit.prompt.num_output_tokens, first_token=token,
+            transfer=common_pb2.Transfer(num_pages=1, num_bytes=8, transport="fake"),
+        ))
+
+    def step(self, submit: decode_pb2.Submit, first_index: int, tokens: Sequence[common_pb2.Token]) -> None:
+        self.send(step=decode_pb2.StepTokens(
+            handles=[submit.handle], attempts=[submit.key.attempt], first_index=[first_index], num_tokens=[len(tokens)],
+            token_ids=[token.id for token in tokens], logprobs=[token.logprob for token in tokens],
+            top_logprobs=[token.top_logprobs for token in tokens],
+        ))
+
+    def finished(self, submit: decode_pb2.Submit, num_tokens: int, reason: common_pb2.FinishReason, stop_id: int = 0) -> None:
+        self.send(finished=decode_pb2.RequestFinished(
+            handle=submit.handle, attempt=submit.key.attempt, reason=reason, num_output_tokens=num_tokens, stop_token_id=stop_id
+        ))
+
+    def failed(self, submit: decode_pb2.Submit, reason: common_pb2.Reason) -> None:
+        self.send(failed=decode_pb2.RequestFailed(handle=submit.handle, attempt=submit.key.attempt, reason=reason, message="scripted"))
+
+    def end(self) -> None:
+        """Break the session from decode's side."""
+        self.replies.put_nowait(None)
+
+
+class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
+    def __init__(self, world: Script, index: int) -> None:
+        super().__init__(world, "decode", index)
+        self.server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self)
+        self.sessions: list[DecodeSession] = []
+        self.submits: list[decode_pb2.Submit] = []
+        self.cancels: list[decode_pb2.Cancel] = []
+        self.tokens_a_step = 1
+        self.serve: Callable[[DecodeSession, decode_pb2.Submit], Awaitable[None]] = self.decode
+
+    async def Session(
+        self, request_iterator: AsyncIterator[decode_pb2.SessionRequest], context: Any
+    ) -> AsyncIterator[decode_pb2.SessionReply]:
+        opened = await anext(aiter(request_iterator))
+        assert opened.open.instance_id == self.instance_id and opened.open.wire_version == WIRE_VERSION
+        session = DecodeSession()
+        self.sessions.append(session)
+        session.send(opened=decode_pb2.SessionOpened(wire_version=WIRE_VERSION))
+        reader = asyncio.create_task(self._read(request_iterator, session))
+        try:
+            while (reply := await session.replies.get()) is not None:
+                yield reply
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[decode_pb2.SessionRequest], session: DecodeSession) -> None:
+        tasks: dict[int, asyncio.Task[None]] = {}
+        try:
+            async for request in requests:
+                if request.HasField("submit"):
+                    self.submits.append(request.submit)
+                    tasks[request.submit.handle] = asyncio.ensure_future(self.serve(session, request.submit))
+                elif request.HasField("cancel"):
+                    self.cancels.append(request.cancel)
+                    tasks[request.cancel.handle].cancel()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+
+    async def decode(self, session: DecodeSession, submit: decode_pb2.Submit, stop_after: int | None = None) -> None:
+        """Claim, get ready, then steps to the request's end; with `stop_after` go silent at that many output tokens."""
+        session.send(claimed=decode_pb2.Claimed(handle=submit.handle))
+        await self.world.announced(submit.key.request_id, submit.key.attempt)
+        index = submit.prompt.num_output_tokens
+        session.ready(submit, self.world.token(index))
+        while not (reason := self.world.finish(index, submit.sampling)):
+            if stop_after is not None and index + 1 >= stop_after:
+                return
+            tokens: list[common_pb2.Token] = []
+            while len(tokens) < self.tokens_a_step and not reason:
+                index += 1
+                tokens.append(self.world.token(index))
+                reason = self.world.finish(index, submit.sampling)
+            session.step(submit, index - len(tokens) + 1, tokens)
+            await asyncio.sleep(0)
+        session.finished(submit, index + 1, reason, self.world.script[index] if reason == common_pb2.STOP else 0)

@@ -1,0 +1,66 @@
+"""The command-line client against scripted ranks."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.router.client import find_router, stream
+from services.runtime.errors import SetupError
+from tests.router.rig import request_of, running
+
+ROOT = Path(__file__).parents[2]
+
+
+async def run_client(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.router.client", *arguments, cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate(stdin.encode())
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_client_prints_text_and_timeline(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
+        code, out, err = await run_client("hi", "--router", world.router.address, "--max-tokens", "6", "--temperature", "0", "--timeline",
+                                          "--stop", "zz", "--seed", "5", "--top-p", "0.5")
+        assert (code, out) == (0, "abcdef\n"), err
+        assert "3 prompt tokens (0 cached), 6 new" in err and "TTFT" in err and "routing: prefill" in err
+        sampling = world.prefills[0].runs[0].sampling
+        assert (sampling.temperature, sampling.seed, sampling.top_p) == (0.0, 5, 0.5)
+
+
+async def test_client_reads_stdin_and_says_errors_in_one_sentence(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
+        code, out, err = await run_client("--router", world.router.address, "--max-tokens", "0", stdin="hi")
+        assert code == 1 and out == "" and "max_tokens is 0" in err and len(err.strip().splitlines()) == 1
+        code, out, err = await run_client("--router", world.router.address, "--max-tokens", "3", stdin="hi")
+        assert (code, out) == (0, "abc\n"), err
+
+
+async def test_client_without_a_router() -> None:
+    code, _, err = await run_client("hi", "--router", "127.0.0.1:1")
+    assert code == 1 and "UNAVAILABLE" in err and "Traceback" not in err and len(err.strip().splitlines()) == 1
+
+
+def test_router_is_found_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BATON_ROUTER", raising=False)
+    with pytest.raises(SetupError, match="make up"):
+        find_router(None)
+    (tmp_path / ".run").mkdir()
+    (tmp_path / ".run" / "router").write_text("127.0.0.1:1234\n")
+    assert find_router(None) == "127.0.0.1:1234"
+    monkeypatch.setenv("BATON_ROUTER", "other:1")
+    assert find_router(None) == "other:1" and find_router("given:2") == "given:2"
+
+
+async def test_stream_for_programs(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
+        text = ""
+        async for reply in stream(world.router.address, request_of(max_tokens=4)):
+            text += reply.delta.text
+        assert text == "abcd"
