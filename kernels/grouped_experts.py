@@ -21,11 +21,11 @@ def grouped_experts(
     """Sum over a token's experts e of weight * down[e](silu_mul(gate_up[e](x))).
 
     x             [num_tokens, hidden]
-    topk_idx      [num_tokens, top_k] int64; -1 = unused, its weight is not read
+    topk_idx      [num_tokens, top_k] int64, a token's all different
     topk_weights  [num_tokens, top_k]  x's dtype
     gate_up       one a expert, hidden -> 2 * intermediate (gate columns first)
     down          one a expert, intermediate -> hidden
-    returns       [num_tokens, hidden]  x's dtype; zero for a token without experts; experts without tokens do not run
+    returns       [num_tokens, hidden]  x's dtype; experts without tokens do not run
     """
     assert topk_idx.shape == topk_weights.shape and topk_idx.shape[0] == x.shape[0], f"{x.shape=} {topk_idx.shape=} {topk_weights.shape=}"
     assert len(gate_up) == len(down), f"{len(gate_up)=} {len(down)=}"
@@ -39,9 +39,8 @@ def grouped_experts_reference(
     out = torch.zeros_like(x)
     for token, experts in enumerate(topk_idx.tolist()):
         for choice, expert in enumerate(experts):
-            if expert >= 0:
-                row = down[expert](silu_mul(gate_up[expert](x[token : token + 1]), backend="reference"))
-                out[token] += topk_weights[token, choice] * row[0]
+            row = down[expert](silu_mul(gate_up[expert](x[token : token + 1]), backend="reference"))
+            out[token] += topk_weights[token, choice] * row[0]
     return out
 
 
@@ -53,21 +52,31 @@ def grouped_experts_torch(
     Faster at every batch size than all experts on all tokens in two wide GEMMs: 8 experts of 256 x 128, top 2, a core of
     Zen 5: 70 | 140 us at 1 token, 151 | 279 at 4, 255 | 352 at 8, 477 | 732 at 32 (sorted | all).
     """
+    if x.shape[0] == 1:
+        return _one_token(x, topk_idx, topk_weights, gate_up, down)
+    if x.shape[0] == 0:
+        return torch.empty_like(x)
     expert_of_row = topk_idx.flatten()
-    order = expert_of_row.argsort(stable=True)  # [num_tokens * top_k], unused ones first
-    counts = torch.bincount(expert_of_row + 1, minlength=len(gate_up) + 1).tolist()
-    if counts[0]:
-        order = order[counts[0] :]
-    if not order.numel():
-        return torch.zeros_like(x)
-    used = [(expert, count) for expert, count in enumerate(counts[1:]) if count]
+    order = expert_of_row.argsort(stable=True)  # [num_tokens * top_k]
+    counts = torch.bincount(expert_of_row, minlength=len(gate_up)).tolist()
+    experts, sizes = [expert for expert, count in enumerate(counts) if count], [count for count in counts if count]
     token_of_row = order // topk_idx.shape[1]
-    rows = x.index_select(0, token_of_row).split([count for _, count in used])
-    activated = silu_mul(torch.cat([gate_up[expert](part) for (expert, _), part in zip(used, rows, strict=True)]), backend="torch")
+    rows = x.index_select(0, token_of_row).split_with_sizes(sizes)
+    activated = silu_mul(torch.cat([gate_up[expert](part) for expert, part in zip(experts, rows, strict=True)]), backend="torch")
     activated *= topk_weights.flatten().index_select(0, order).unsqueeze(1)  # before down: fewer columns than after
-    parts = activated.split([count for _, count in used])
-    routed = torch.cat([down[expert](part) for (expert, _), part in zip(used, parts, strict=True)])  # [num_rows, hidden]
+    parts = activated.split_with_sizes(sizes)
+    routed = torch.cat([down[expert](part) for expert, part in zip(experts, parts, strict=True)])  # [num_tokens * top_k, hidden]
     return torch.zeros_like(x).index_add_(0, token_of_row, routed)
+
+
+def _one_token(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, gate_up: Sequence[Linear], down: Sequence[Linear]
+) -> torch.Tensor:
+    """Nothing to sort: saves 25 us a layer, a twentieth of a whole step of one request."""
+    experts = topk_idx.flatten().tolist()
+    activated = silu_mul(torch.cat([gate_up[expert](x) for expert in experts]), backend="torch")
+    parts = activated.mul_(topk_weights.t()).split_with_sizes([1] * len(experts))
+    return torch.cat([down[expert](part) for expert, part in zip(experts, parts, strict=True)]).sum(dim=0, keepdim=True)
 
 
 _IMPLEMENTATIONS = {"torch": grouped_experts_torch, "reference": grouped_experts_reference}

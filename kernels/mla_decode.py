@@ -80,40 +80,41 @@ class TorchMlaDecode:
     def __init__(self, shape: MlaDecodeShape) -> None:
         self._shape = shape
         self._pages: torch.Tensor | None = None
-        self._full_pages: dict[int, _LayerViews] = {}  # views of one page cost a microsecond each: made once a pool
-        self._requests: list[list[_LayerViews]] = []
+        self._full_pages: list[_LayerViews] = []
+        self._requests: list[tuple[list[_LayerViews], list[int]]] = []
 
     def plan(self, pages: torch.Tensor, page_tables: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
-        if pages is not self._pages:
-            self._pages, self._full_pages = pages, {}
+        if pages is not self._pages:  # a view costs a microsecond and half a kilobyte: made once a pool, not once a step
+            self._pages, self._full_pages = pages, [self._views(page) for page in pages.unbind(0)]
         size = pages.shape[2]
         self._requests = []
         for table, kv_len in zip(page_tables, kv_lens, strict=True):
             num_full, rest = divmod(kv_len, size)
-            views = [self._full_pages.get(page) or self._view_full_page(pages, page) for page in table[:num_full]]
+            views = [self._full_pages[page] for page in table[:num_full]]
             if rest:
                 views.append(self._views(pages[table[num_full], :, :rest]))
-            self._requests.append(views)
+            self._requests.append((views, [size] * num_full + [rest] * (rest > 0)))
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        q = q * self._shape.softmax_scale
-        outs = [self._attend(q[i], [views[layer] for views in request]) for i, request in enumerate(self._requests)]
+        queries = (q * self._shape.softmax_scale).unbind(0)
+        outs = [
+            self._attend(query, [page[layer] for page in views], sizes)
+            for query, (views, sizes) in zip(queries, self._requests, strict=True)
+        ]
         return torch.stack(outs)
 
-    def _attend(self, q: torch.Tensor, views: "list[tuple[torch.Tensor, torch.Tensor]]") -> torch.Tensor:
-        scores = torch.cat([torch.nn.functional.linear(q, entries) for entries, _ in views], dim=1)  # [num_heads, kv_len]
-        weights = torch.softmax(scores, dim=1).split([latents.shape[0] for _, latents in views], dim=1)
+    def _attend(self, q: torch.Tensor, views: "list[tuple[torch.Tensor, torch.Tensor]]", sizes: list[int]) -> torch.Tensor:
+        # entries on the left: read row after row they come from memory a tenth faster than as the right factor
+        q = q.t()
+        scores = torch.cat([torch.mm(entries, q) for entries, _ in views])  # [kv_len, num_heads]
+        weights = torch.softmax(scores, dim=0).t().split_with_sizes(sizes, dim=1)
         out = torch.mm(weights[0], views[0][1])  # [num_heads, kv_lora_rank]
         for part, (_, latents) in zip(weights[1:], views[1:], strict=True):
             out.addmm_(part, latents)
         return out
 
-    def _view_full_page(self, pages: torch.Tensor, page: int) -> "_LayerViews":
-        views = self._full_pages[page] = self._views(pages[page])
-        return views
-
     def _views(self, page: torch.Tensor) -> "_LayerViews":
-        """page [num_layers, num_entries, width] -> a layer each: (entries [n, width], latents [n, kv_lora_rank])."""
+        """page [num_layers, n, width] -> a layer each: (entries [n, width], latents [n, kv_lora_rank])."""
         return list(zip(page.unbind(0), page[..., : self._shape.kv_lora_rank].unbind(0), strict=True))
 
 

@@ -11,6 +11,7 @@ from kernels.linear import create_linear
 from kernels.mla_decode import MlaDecode
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_
+from services.decode.absorb import AbsorbedOutput, AbsorbedQuery
 from services.model.config import ModelConfig
 from services.model.weights import AttentionWeights
 
@@ -29,36 +30,22 @@ class DecodeAttention:
     """One layer's attention over pages; weights fused and absorbed once."""
 
     def __init__(self, config: ModelConfig, weights: AttentionWeights, layer: int, backend: Backend) -> None:
-        self._config, self._layer = config, layer
+        self._layer, self._eps, self._kv_lora_rank = layer, config.rms_norm_eps, config.kv_lora_rank
         self._backend: Backend = backend
-        first = weights.q_b if weights.q_a is None else weights.q_a
-        self._qkv_split = [first.shape[0], config.kv_lora_rank, config.qk_rope_head_dim]
-        self._qkv_a = create_linear(torch.cat((first, weights.kv_a)), backend=backend)
-        self._q_b = None if weights.q_a is None else create_linear(weights.q_b, backend=backend)
+        q_first = weights.q_b if weights.q_a is None else weights.q_a
+        self._qkv_a = create_linear(torch.cat((q_first, weights.kv_a)), backend=backend)
+        self._qkv_split = [q_first.shape[0], config.kv_lora_rank, config.qk_rope_head_dim]
         self._q_a_norm, self._kv_a_norm = weights.q_a_norm, weights.kv_a_norm
-        per_head = weights.kv_b.view(config.num_attention_heads, -1, config.kv_lora_rank)  # [heads, nope + v, kv_lora]
-        key, value = per_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
-        self._k_b = key.contiguous()  # [heads, nope, kv_lora]
-        self._v_b = value.transpose(1, 2).contiguous()  # [heads, kv_lora, v]
-        self._o = create_linear(weights.o, backend=backend)
+        self._query, self._output = AbsorbedQuery(config, weights, backend), AbsorbedOutput(config, weights, backend)
 
     def __call__(self, x: torch.Tensor, step: DecodeStep) -> torch.Tensor:
         """x [batch, hidden], normalised -> [batch, hidden]; appends each token's latent before attending."""
-        eps = self._config.rms_norm_eps
-        q, latent, k_rope = self._qkv_a(x).split(self._qkv_split, dim=1)
-        if self._q_b is not None and self._q_a_norm is not None:
-            q = self._q_b(rms_norm(q, self._q_a_norm, eps=eps, backend=self._backend))
+        q, latent, k_rope = self._qkv_a(x).split_with_sizes(self._qkv_split, dim=1)
+        if self._q_a_norm is not None:
+            q = rms_norm(q, self._q_a_norm, eps=self._eps, backend=self._backend)
+        q = self._query(q)  # [batch, heads, kv_lora + rope]
+        rope_(q[..., self._kv_lora_rank :], step.rotation, backend=self._backend)
         rope_(k_rope.unsqueeze(1), step.rotation, backend=self._backend)
-        latent = rms_norm(latent, self._kv_a_norm, eps=eps, backend=self._backend)
+        latent = rms_norm(latent, self._kv_a_norm, eps=self._eps, backend=self._backend)
         latent_store(latent, k_rope, step.pages, step.rows[self._layer], backend=self._backend)
-        attended = step.mla.run(self._absorb(q, step.rotation), self._layer)  # [batch, heads, kv_lora]
-        values = torch.bmm(attended.transpose(0, 1), self._v_b)  # [heads, batch, v]
-        return self._o(values.transpose(0, 1).flatten(1))
-
-    def _absorb(self, q: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """q [batch, heads * (nope + rope)] -> [batch, heads, kv_lora + rope]: as the cached entries are laid out."""
-        heads, nope = self._config.num_attention_heads, self._config.qk_nope_head_dim
-        q_nope, q_rope = q.unflatten(1, (heads, -1)).split([nope, self._config.qk_rope_head_dim], dim=2)
-        rope_(q_rope, rotation, backend=self._backend)
-        absorbed = torch.bmm(q_nope.transpose(0, 1), self._k_b)  # [heads, batch, kv_lora]
-        return torch.cat((absorbed.transpose(0, 1), q_rope), dim=2)
+        return self._output(step.mla.run(q, self._layer))
