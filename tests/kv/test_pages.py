@@ -1,0 +1,73 @@
+"""Holders: free exactly when nobody holds a page, writable exactly when one request alone does; epochs rise once a take."""
+
+import numpy as np
+import pytest
+
+from services.kv.pages import Holder, HolderKind, PagePool
+from services.runtime.errors import EngineError
+
+A, B = Holder(HolderKind.REQUEST, "a"), Holder(HolderKind.REQUEST, "b")
+LEASE = Holder(HolderKind.LEASE, "a")
+
+
+@pytest.fixture
+def pool():
+    pool = PagePool(4, np.zeros(4, dtype=np.uint64))
+    yield pool
+    pool.check_integrity()
+
+
+def test_take_raises_each_epoch_once_and_nothing_else_does(pool):
+    pages = pool.take(3, A)
+    assert sorted(pages) == sorted(set(pages)) and pool.num_free == 1
+    assert [pool.epoch(page) for page in pages] == [1, 1, 1]
+    pool.hold(pages, LEASE)
+    pool.drop(pages, A)
+    pool.release(LEASE)
+    assert pool.num_free == 4 and [pool.epoch(page) for page in pages] == [1, 1, 1], "going free raises nothing"
+    again = pool.take(3, B)
+    assert sorted(pool.epoch(page) for page in again) == [2, 2, 2]
+
+
+def test_writable_only_for_the_sole_request(pool):
+    (page,) = pool.take(1, A)
+    assert pool.is_writable(page, A) and not pool.is_writable(page, B)
+    pool.hold([page], LEASE)
+    assert not pool.is_writable(page, A)
+    pool.drop([page], A)
+    assert not pool.is_writable(page, LEASE), "a lease never writes"
+    pool.hold([page], B)
+    pool.release(LEASE)
+    assert pool.is_writable(page, B)
+
+
+def test_misuse_is_an_error_and_changes_nothing(pool):
+    (page,) = pool.take(1, A)
+    for misuse in (
+        lambda: pool.take(4, B),
+        lambda: pool.hold([page], A),
+        lambda: pool.drop([page], B),
+        lambda: pool.hold([(page + 1) % 4], LEASE),
+    ):
+        with pytest.raises(EngineError):
+            misuse()
+        pool.check_integrity()
+    assert pool.num_free == 3 and pool.holders_of(page) == {A}
+
+
+def test_counts_by_kind(pool):
+    pages = pool.take(2, A)
+    pool.hold(pages, Holder(HolderKind.QUARANTINE, 1))
+    pool.hold(pages[:1], Holder(HolderKind.CACHE, b"d"))
+    pool.release(A)
+    assert pool.num_holds(HolderKind.QUARANTINE) == 2 and pool.num_holds(HolderKind.REQUEST) == 0 and pool.num_idle_cached == 0
+    pool.release(Holder(HolderKind.QUARANTINE, 1))
+    assert pool.num_idle_cached == 1 and pool.num_free == 3
+
+
+def test_check_integrity_finds_damage():
+    pool = PagePool(2, np.zeros(2, dtype=np.uint64))
+    (page,) = pool.take(1, A)
+    pool._free.append(page)
+    with pytest.raises(EngineError, match=str(page)):
+        pool.check_integrity()
