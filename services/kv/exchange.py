@@ -19,8 +19,10 @@ from services.kv.pages import PagePool
 from services.kv.puller import PullEnded, Puller
 from services.kv.transport import Transport
 
-_BUSY_PAUSE_S = 0.0001
-_IDLE_PAUSE_S = 0.001
+# A tick costs some 30 us: 14 %, 5 % and 1 % of a core.
+_READING_PAUSE_S = 0.0001
+_CLAIMED_PAUSE_S = 0.0005
+_IDLE_PAUSE_S = 0.002
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +49,9 @@ class Exchange:
     @property
     def pause_s(self) -> float:
         """How long to sleep before the next tick."""
-        return _BUSY_PAUSE_S if len(self.pulls) or self.pulls.num_reads else _IDLE_PAUSE_S
+        if self.pulls.num_reads:
+            return _READING_PAUSE_S
+        return _CLAIMED_PAUSE_S if len(self.pulls) else _IDLE_PAUSE_S
 
     def tick(self) -> list[LeaseEnded | PullEnded]:
         """Read messages, expire, renew, post, poll, verify; returns what ended."""

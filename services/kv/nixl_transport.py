@@ -200,8 +200,8 @@ class NixlTransport:
         peer = self._peers.get(instance_id)
         if peer is None or not peer.is_open:
             raise HandoffError(common_pb2.PEER_GONE, f"no read goes to {instance_id}: it is no open peer of {self.instance_id}")
-        if max(remote_pages) >= peer.info.num_pages:
-            raise HandoffError(common_pb2.INVALID, f"page {max(remote_pages)} of {instance_id} was announced; it has {peer.info.num_pages}")
+        if not all(0 <= page < peer.info.num_pages for page in remote_pages):
+            raise HandoffError(common_pb2.INVALID, f"{instance_id} announced pages {list(remote_pages)} but has {peer.info.num_pages}")
         local, remote = (self._local_words, peer.epochs) if of_epochs else (self._local_pages, peer.pages)
         self._ledger.started()  # before the transfer: over cma the bytes move within the call
         try:

@@ -138,6 +138,14 @@ def test_pages_arrive_bit_exact_and_every_byte_is_counted(two):
     assert two.close() == 0
 
 
+@pytest.mark.parametrize("two", ["default"], indirect=True)
+def test_a_page_that_the_peer_does_not_have_is_never_read(two):
+    for page in (-1, NUM_PAGES):
+        with pytest.raises(HandoffError, match=f"but has {NUM_PAGES}"):
+            two.kv.transport.read_pages(two.peer, [0, page], [0, 1])
+    assert two.kv.transport.stats.num_bytes == 0
+
+
 def test_a_killed_holder_fails_the_read_and_everything_comes_back(two):
     two.hand_over("warm", 2)
     key, pages = two.claim("r", 6)
