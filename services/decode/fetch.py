@@ -79,6 +79,13 @@ class Fetcher:
         for request in self._claims.of_session(command.session):
             self._abort(request, common_pb2.SESSION_LOST, "the router's session broke")
 
+    def close(self) -> None:
+        """The rank stops: holders and router hear that nothing will be read any more."""
+        for request in self._claims:
+            message = "the decode rank stops"
+            self._abort(request, common_pb2.DRAINING, message)
+            self._say_failed(request, common_pb2.DRAINING, message)
+
     def tick(self) -> None:
         """Move every hand-off on; never blocks."""
         self._serve()
@@ -168,7 +175,8 @@ class Fetcher:
         first = FirstToken(handoff.first_token, handoff.first_logprob, handoff.top_ids, handoff.top_logprobs)
         times = TransferTimes(
             num_pages=stats.num_pages, num_cached_pages=request.num_cached_pages, num_bytes=stats.num_bytes,
-            read_us=int(stats.read_s * 1e6), exposed_us=int(stats.exposed_s * 1e6), wait_us=int(stats.wait_s * 1e6),
+            read_us=int(stats.read_s * 1e6), wait_us=int(stats.wait_s * 1e6),
+            exposed_us=int(min(stats.exposed_s, stats.read_s) * 1e6),  # a wait for pages is no transfer
             transport=self._kv.transport.stats.ucx,
         )
         self._emit(Ready(request.session, request.handle, position, first, times))

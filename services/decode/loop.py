@@ -67,13 +67,11 @@ class DecodeLoop:
             self._kv.pool.release(holder)
 
     def run(self) -> None:
-        """Step until Stop."""
-        while True:
-            if not len(self.scheduler) and not self._take(self._wait()):
-                return
-            if not self.take_waiting():
-                return
+        """Step until Stop; whoever is still here then is to be replayed elsewhere."""
+        while (len(self.scheduler) or self._take(self._wait())) and self.take_waiting():
             self.step()
+        for request in self.scheduler.requests:
+            self._fail(request, common_pb2.DRAINING, f"the decode rank stops after {request.num_output_tokens} output tokens")
 
     def take_waiting(self) -> bool:
         """Act on what is in the inbox now; False on Stop."""

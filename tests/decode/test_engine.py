@@ -8,7 +8,7 @@ import pytest
 
 from proto.baton.v1 import common_pb2
 from services.decode.engine import HandoffThread
-from services.decode.messages import Cancel, Finished, SessionLost, StepOut, Submit
+from services.decode.messages import Cancel, Failed, Finished, SessionLost, StepOut, Submit
 from services.runtime.errors import EngineError
 from services.runtime.ipc import RankLoad, Stop
 from tests.decode.rig import Rig, greedy, mono
@@ -120,6 +120,16 @@ def test_load_is_reported_when_it_changes(threads: Threads) -> None:
     num_loads = len(threads.channel.loads)
     time.sleep(0.3)
     assert len(threads.channel.loads) == num_loads, "an idle rank has nothing to say"
+
+
+def test_stop_fails_what_is_left_as_draining(threads: Threads) -> None:
+    threads.submit(1, 1900)
+    threads.until(lambda: threads.rig.of(StepOut))
+    claimed = threads.rig.spec(PROMPT, greedy(5))
+    threads.channel.commands.put(Submit(1, 2, claimed))
+    threads.until(lambda: threads.rig.fetcher.num_claims)
+    threads.stop()
+    assert [(event.handle, event.reason) for event in threads.rig.of(Failed)] == [(2, common_pb2.DRAINING), (1, common_pb2.DRAINING)]
 
 
 def test_broken_handoff_thread_ends_the_rank(threads: Threads) -> None:
