@@ -28,7 +28,8 @@ class Failure(Exception):
     """The attempt is over without the request's end; `role` = "prefill" or "decode", the side that failed."""
 
     def __init__(self, role: str, reason: common_pb2.Reason, message: str) -> None:
-        super().__init__(f"{role}: {common_pb2.Reason.Name(reason)}: {message}")
+        name = common_pb2.Reason.Name(reason) if reason in common_pb2.Reason.values() else f"reason {reason}"  # a newer peer's
+        super().__init__(f"{role}: {name}: {message}")
         self.role = role
         self.reason = reason
 

@@ -42,7 +42,7 @@ _BOTH = frozenset({common_pb2.PEER_GONE, common_pb2.READ_FAILED, common_pb2.READ
 _NOBODY = frozenset({common_pb2.PREEMPTED, common_pb2.EPOCH_MISMATCH, common_pb2.LEASE_EXPIRED})
 _MAX_ATTEMPTS = 64  # free ones included
 _SETTLE_S = 1.0  # after the last token: for figures still under way
-_BACKOFF_S = 0.05  # before the second retry, doubled for each one after
+_BACKOFF_S = 0.05  # before the second retry, doubled for each one after, up to 32 times that
 
 
 class Dispatcher:
@@ -203,11 +203,9 @@ class _Life:
         broken = (pair.prefill, pair.decode) if failure.reason in _BOTH and failure.role == "decode" else (failed,)
         if failure.reason not in _NOBODY:
             self._avoid.update(state.instance_id for state in broken if state is not None)
-        if is_free:
-            return
-        self._record.num_retries += 1
-        if self._record.num_retries > 1:
-            await asyncio.sleep(min(_BACKOFF_S * 2 ** (self._record.num_retries - 2), self._time_left()))
+        self._record.num_retries += not is_free
+        if self._num_attempts > 1 and failure.reason != common_pb2.PREEMPTED:
+            await asyncio.sleep(min(_BACKOFF_S * 2 ** min(self._num_attempts - 2, 5), self._time_left()))
 
     def _time_left(self) -> float:
         return float("inf") if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)

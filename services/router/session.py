@@ -154,10 +154,11 @@ class Session:
     def _broke(self, message: str) -> None:
         was_open, self.is_open = self.is_open, False
         self._outbox.clear()
+        level = logging.WARNING if self._requests else logging.INFO
+        logger.log(level, "session to decode rank %s ended with %d requests: %s", self._rank.instance_id, len(self._requests), message)
         for handle in list(self._requests):
             self._lose(handle, message)
         if was_open:
-            logger.warning("session to decode rank %s broke: %s", self._rank.instance_id, message)
             self._on_change()
 
     def _lose(self, handle: int, message: str) -> None:
