@@ -1,7 +1,7 @@
 """The memory of one rank's KV pool: pages, epoch words and the landing place of epoch reads, all page aligned host memory.
 
     memory = KvMemory(layout, num_pages=1024)
-    memory.pages      torch  [num_pages, num_layers, PAGE_SIZE, width], contiguous; never initialised: read only what was written
+    memory.pages      torch  [num_pages, num_layers, PAGE_SIZE, width], contiguous; all zero at first: read only what was written
     memory.epochs     numpy uint64 [num_pages]; raised by PagePool.take alone; peers read it
     memory.landing    numpy uint64 [num_pages]; word i receives the epoch of the remote page that is read into local page i, so whoever
                       holds page i holds word i too, and quarantine covers both
@@ -25,6 +25,7 @@ class KvMemory:
         self.layout = layout
         self.num_pages = num_pages
         raw = _aligned_bytes(num_pages * layout.page_bytes, _HUGE_PAGE)
+        raw[:: mmap.PAGESIZE] = 0  # have it all now: a first touch amid a read would cost more than the copy (355 MB took over 1 s)
         shape = (num_pages, layout.num_layers, PAGE_SIZE, layout.width)
         self.pages = torch.from_numpy(raw).view(_DTYPES[layout.dtype]).view(shape)
         self.epochs = _aligned_bytes(8 * num_pages, mmap.PAGESIZE).view(np.uint64)

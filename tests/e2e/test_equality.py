@@ -88,5 +88,5 @@ def test_over_tcp(rigs: RigFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests(20, 99)
     answers = generate_all(rig.address, requests, at_once=16)
     assert_equal_mono(requests, answers)
-    assert {answer.end.timeline.transfer.transport for answer in answers} == {"tcp"}
+    assert all(answer.end.timeline.transfer.transport.startswith("tcp") for answer in answers)
     rig.settle()
