@@ -62,6 +62,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         arguments = (message, self._tokenizer, limits, self._eos_token_ids, time.monotonic())
         return await asyncio.get_running_loop().run_in_executor(self._executor, validate, *arguments)
 
+    def close(self) -> None:
+        """Give the tokenizer threads back."""
+        self._executor.shutdown(wait=False)
+
     async def GetInfo(
         self, request: generation_pb2.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> generation_pb2.GetInfoReply:
@@ -131,6 +135,7 @@ class Router:
             await asyncio.sleep(0.05)
         await self._server.stop(0.0)
         await self.pool.close()
+        self.servicer.close()
 
 
 def _write_whole(path: Path, text: str) -> None:

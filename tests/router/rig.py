@@ -65,7 +65,7 @@ class World:
     async def stream(
         self, timeout_s: float | None = None, options: Sequence[tuple[str, Any]] = (), **fields: Any
     ) -> AsyncIterator[generation_pb2.GenerateReply]:
-        async with grpc.aio.insecure_channel(self.router.address, options=[*CHANNEL_OPTIONS, *options]) as channel:
+        async with grpc.aio.insecure_channel(self.router.address, options=[*dict([*CHANNEL_OPTIONS, *options]).items()]) as channel:
             call: Any = generation_pb2_grpc.GenerationStub(channel).Generate(request_of(**fields), timeout=timeout_s)
             try:
                 async for reply in call:

@@ -1,6 +1,7 @@
 """The command-line client against scripted ranks."""
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from services.router.client import find_router, stream
 from services.runtime.errors import SetupError
+from tests.router.fakes import until
 from tests.router.rig import request_of, running
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,22 @@ async def test_client_reads_stdin_and_says_errors_in_one_sentence(tmp_path: Path
         assert code == 1 and out == "" and "max_tokens is 0" in err and len(err.strip().splitlines()) == 1
         code, out, err = await run_client("--router", world.router.address, "--max-tokens", "3", stdin="hi")
         assert (code, out) == (0, "abc\n"), err
+
+
+async def test_ctrl_c_cancels(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
+        decode = world.decodes[0]
+        decode.serve = lambda session, submit: decode.decode(session, submit, stop_after=4)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.router.client", "hi", "--router", world.router.address, cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readexactly(4) == b"abcd"
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
+        assert process.returncode == 130 and b"Traceback" not in err, err
+        await until(lambda: bool(decode.cancels), "decode is cancelled")
 
 
 async def test_client_without_a_router() -> None:
