@@ -35,6 +35,7 @@ class Fetcher:
         self._emit, self._deliver, self._clock = emit, deliver, clock
         self._claims = Claims(max_claims)
         self._incarnations: dict[tuple[str, int], str] = {}  # (address, rank) of a holder -> its instance id
+        self._in_vain: tuple[tuple[int, int], int, int] | None = None  # claim, free pages and cached pages of the last failed attempt
         self._deadlines_checked_at = 0.0
 
     @property
@@ -138,10 +139,14 @@ class Fetcher:
     def _take_pages(self, request: Request) -> bool:
         """Pin the prefix hits and take all other pages at once, or hold nothing."""
         pool = self._kv.pool
+        situation = request.id, pool.num_available, len(pool.cache)
+        if situation == self._in_vain:  # asked thousands of times a second while the claim waits
+            return False
         cached = pool.match(request.digests, request.holder)
         num_wanted = pages_wanted(request) - len(cached)
         if num_wanted > pool.num_available:
             pool.release(request.holder)
+            self._in_vain = situation
             return False
         request.pages = cached + pool.take(num_wanted, request.holder)
         request.num_cached_pages = len(cached)

@@ -16,7 +16,7 @@ from services.decode.session import RouterSession
 from services.runtime.config import argument_parser, load_config
 from services.runtime.errors import BatonError, EngineError, HandoffError, InvalidRequest
 from services.runtime.front import Front
-from services.runtime.serve import WIRE_VERSION, Server, abort, cancel, run_process
+from services.runtime.serve import WIRE_VERSION, Server, abort, run_process
 from services.runtime.supervisor import RankProcess
 from services.runtime.telemetry import setup_logging
 
@@ -82,17 +82,20 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     async def Session(
         self, request_iterator: AsyncIterator[decode_pb2.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[decode_pb2.SessionReply]:
-        """One router's stream with one rank; however it ends, the engine forgets its requests."""
+    ) -> None:
+        """One router's stream with one rank; however it ends, the engine forgets its requests.
+
+        Writes rather than yields: a cancelled call then ends right here, and not when a generator is collected.
+        """
         session = await self._open(request_iterator, context)
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
             async for reply in session.replies():
-                yield reply
+                await context.write(reply)
         except BatonError as error:
             await abort(context, error)
         finally:
-            await cancel(reader)
+            reader.cancel()
             self._close(session)
 
     async def _open(
@@ -119,9 +122,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         try:
             async for request in requests:
                 self._take(session, request)
-            session.end(None)
         except BatonError as error:
             session.end(error)
+        finally:
+            session.end(None)
 
     def _take(self, session: RouterSession, request: decode_pb2.SessionRequest) -> None:
         match request.WhichOneof("message"):
