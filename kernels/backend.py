@@ -24,8 +24,8 @@ class BackendError(ValueError):
 def why_unavailable(backend: str, device_type: str, dtype: torch.dtype) -> str:
     """Empty if `backend` can run on tensors of this kind here, else the reason in a few words."""
     if backend == "onednn":
-        if not torch.backends.mkldnn.is_available():
-            return "this torch is built without oneDNN"
+        if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            return "this torch is built without oneDNN's packed GEMM"
         if device_type != "cpu" or dtype != torch.float32:
             return f"it serves float32 on cpu, not {dtype} on {device_type}"
     return ""
