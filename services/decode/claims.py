@@ -2,7 +2,7 @@
 
 A claim is a number for load and admission; it pins nothing until its pages are taken.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from services.decode.request import Request, RequestState
 from services.kv.messages import RequestKey
@@ -37,10 +37,12 @@ class Claims:
         """Whether no further claim is booked."""
         return len(self) >= self._max_claims
 
-    @property
-    def first(self) -> Request | None:
-        """The claim to be served next; nobody overtakes it."""
-        return next(iter(self._claimed.values()), None)
+    def first(self, is_admitted: Callable[[RequestKey], bool]) -> Request | None:
+        """The claim to be served next: nobody overtakes it among those whose prompt its holder has admitted.
+
+        The others must be passed: a holder that is full of leases for later claims admits them only once those are read.
+        """
+        return next((request for request in self._claimed.values() if is_admitted(request.key)), None)
 
     def book(self, request: Request) -> None:
         """Append a CLAIMED request."""
@@ -49,8 +51,7 @@ class Claims:
         self._by_key[request.key] = request
 
     def start_fetching(self, request: Request) -> None:
-        """The first claim has its pages now."""
-        assert self.first is request, "claims are served first come first served"
+        """The claim has its pages now."""
         del self._claimed[request.id]
         self._fetching[request.id] = request
         request.state = RequestState.FETCHING

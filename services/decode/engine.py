@@ -21,14 +21,14 @@ from services.decode.fetch import Fetcher
 from services.decode.forward import DecodeForward
 from services.decode.loop import DecodeLoop
 from services.decode.messages import Cancel, Command, Event, SessionLost, Stop, Submit
-from services.kv.layout import PAGE_SIZE, Compatibility, KvLayout, compatibility
+from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.pages import HolderKind
 from services.kv.rank_kv import RankKv, open_rank_kv
 from services.model.config import ModelConfig
 from services.model.config import load_config as load_model_config
 from services.model.loader import load_weights, revision
 from services.model.params import SAMPLER_VERSION
-from services.runtime.config import Config, DecodeSection
+from services.runtime.config import Config
 from services.runtime.engine import StepClock, run_engine
 from services.runtime.errors import ConfigError
 from services.runtime.ipc import EngineChannel, RankLoad, Up
@@ -106,7 +106,7 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
     forward = DecodeForward(model, load_weights(folder, model))
     layout = KvLayout(model.num_hidden_layers, model.kv_lora_rank, model.qk_rope_head_dim, section.dtype)
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
-    kv = _open_kv(section, layout, mine)
+    kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine)
 
     fetcher = Fetcher(
         kv, max_claims=section.max_claims, max_model_len=max_model_len, emit=channel.send,
@@ -126,14 +126,6 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
     loop.run()
     handoff.join()
     kv.close()
-
-
-def _open_kv(section: DecodeSection, layout: KvLayout, mine: Compatibility) -> RankKv:
-    try:
-        return open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine)
-    except OSError as error:
-        wanted = f"{section.num_pages} and needs {section.num_pages * layout.page_bytes:,} bytes"
-        raise ConfigError(f"decode.num_pages is {wanted}, which cannot be had ({error.strerror}); lower it") from error
 
 
 def _max_model_len(config: Config, model: ModelConfig) -> int:

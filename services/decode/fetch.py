@@ -1,7 +1,7 @@
 """From claim to READY: pages are taken strictly first come first served, pulled and verified. Runs on the handoff thread alone.
 
 1 submit    the holder becomes a peer, the claim is booked and listens for announcements        -> CLAIMED
-2 serve     the first claim pins its prefix hits and takes all pages it lacks, or waits         -> FETCHING
+2 serve     the first claim with an announcement pins its prefix hits and takes all pages it lacks, or waits   -> FETCHING
 3 settle    every read is verified: the holder hears Done, the router `ready`, the main loop runs it   -> READY
 4 fail      whatever goes wrong is typed, told to holder and router, and gives every page back  -> ABORTED
 """
@@ -126,10 +126,11 @@ class Fetcher:
     # ---- pages
 
     def _serve(self) -> None:
-        """Take pages for the first claim as long as they are free; never for one behind it."""
-        while (request := self._claims.first) is not None:
+        """Take pages for the first claim that its holder has admitted, as long as they are free; never for one behind it."""
+        while True:
             with self._kv.lock:
-                if not self._take_pages(request):
+                request = self._claims.first(self._kv.pulls.is_announced)
+                if request is None or not self._take_pages(request):
                     return
                 num_cached = request.num_cached_pages
                 lacking = range(num_cached, request.num_pages_handed_over)

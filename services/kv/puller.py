@@ -86,6 +86,11 @@ class Puller:
         pull = self._pulls.get(key)
         return pull.state if pull else None
 
+    def is_announced(self, key: RequestKey) -> bool:
+        """Whether the holder has announced any page: it has admitted the request, so all of it will come."""
+        pull = self._pulls.get(key)
+        return pull is not None and pull.heard_any
+
     # ---- for the engine
 
     def claim(self, key: RequestKey, holder: str) -> None:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import psutil
+
 from services.kv.exchange import Exchange
 from services.kv.kv_pool import KvPool
 from services.kv.layout import Compatibility, KvLayout
@@ -20,6 +22,7 @@ from services.kv.lease import LeaseTable
 from services.kv.memory import KvMemory
 from services.kv.puller import Puller
 from services.kv.transport import Transport, TransportKind, create_transport, new_instance_id
+from services.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from services.kv.local_transport import LocalFabric
@@ -70,7 +73,13 @@ def open_rank_kv(
     fabric: "LocalFabric | None" = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RankKv:
-    """Allocate and register `num_pages` pages under a fresh instance id; `fabric` is for the "local" transport, `clock` times leases."""
+    """Allocate and register `num_pages` pages under a fresh instance id; `fabric` is for the "local" transport, `clock` times leases.
+
+    Raises ConfigError when the machine has not that much memory available.
+    """
+    num_bytes, available = num_pages * layout.page_bytes, psutil.virtual_memory().available
+    if num_bytes > available:
+        raise ConfigError(f"num_pages is {num_pages}, which needs {num_bytes:,} bytes but {available:,} are available; lower it")
     memory = KvMemory(layout, num_pages)
     opened = create_transport(transport, instance_id=new_instance_id(), memory=memory, compatibility=compatibility, fabric=fabric)
     return RankKv(memory, opened, compatibility, clock)

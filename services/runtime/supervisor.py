@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -74,7 +73,9 @@ class RankProcess:
         address = f"ipc://{self._directory}/rank{self.rank}.{self.num_starts}"
         self._channel = FrontChannel(address, self._event_type)
         command = [sys.executable, "-m", self._module, *self._arguments, "--rank", str(self.rank), "--ipc", address]
-        self._process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+        # OpenMP's waiting threads would spin: on shared cores that cost 60 times the work itself.
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+        self._process = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
         self._last_beat, self._stuck = time.monotonic() + START_S, False
         reader = asyncio.create_task(self._read(self._channel, on_event))
         watcher = asyncio.create_task(self._watch())
@@ -129,8 +130,8 @@ class Supervisor:
     def __init__(self, *, num_ranks: int, module: str, arguments: Sequence[str], event_type: Any,
                  on_event: Callable[[RankProcess, Any], None], on_down: Callable[[RankProcess], None]) -> None:
         self._module = module
-        self._directory = tempfile.mkdtemp(prefix="baton-")
-        self.ranks = [RankProcess(index, module, arguments, self._directory, event_type) for index in range(num_ranks)]
+        self._directory = tempfile.TemporaryDirectory(prefix="baton-")
+        self.ranks = [RankProcess(index, module, arguments, self._directory.name, event_type) for index in range(num_ranks)]
         self._on_event = on_event
         self._on_down = on_down
         self._stopping = False
@@ -146,7 +147,7 @@ class Supervisor:
             for task in lives:
                 task.cancel()
             await asyncio.gather(*lives, return_exceptions=True)
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.cleanup()
 
     async def _keep_alive(self, rank: RankProcess) -> None:
         failures = 0

@@ -40,23 +40,27 @@ def test_replayed_tokens_count_towards_max_tokens() -> None:
     assert request(1, 60, 10, num_output_tokens=5).max_total_tokens == 65
 
 
+def admitted(key: RequestKey) -> bool:
+    return True
+
+
 def test_first_come_first_served() -> None:
     claims = Claims(max_claims=3)
     first, second, third = request(1), request(2), request(3)
     for each in (first, second, third):
         assert not claims.is_full
         claims.book(each)
-    assert claims.is_full and claims.first is first
+    assert claims.is_full and claims.first(admitted) is first
     claims.start_fetching(first)
-    assert (claims.first, first.state, len(claims)) == (second, RequestState.FETCHING, 3)
-    with pytest.raises(AssertionError, match="first come"):
-        claims.start_fetching(third)
+    assert (claims.first(admitted), first.state, len(claims)) == (second, RequestState.FETCHING, 3)
+    assert claims.first(lambda key: key != second.key) is third, "a claim that its holder has not admitted is passed"
+    assert claims.first(lambda key: False) is None
     claims.remove(second)
-    assert claims.first is third and claims.get(1, 1) is first and claims.get(1, 2) is None
+    assert claims.first(admitted) is third and claims.get(1, 1) is first and claims.get(1, 2) is None
     assert claims.by_key(first.key) is first and claims.of_session(1) == [first, third] and claims.of_session(2) == []
     for each in (first, third):
         claims.remove(each)
-    assert claims.first is None and len(claims) == 0
+    assert claims.first(admitted) is None and len(claims) == 0
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 128, 129])

@@ -85,6 +85,24 @@ def test_claims_are_served_first_come_first_served(make_rig: MakeRig) -> None:
     assert rig.tokens(2) == mono(big, 2) and rig.tokens(3) == mono(PROMPT[:10], 2)
 
 
+def test_claim_queued_at_its_holder_is_passed(make_rig: MakeRig) -> None:
+    """A holder full of leases for later claims admits the first one only when those are read: pages taken for it would be a deadlock."""
+    rig = make_rig(num_pages=4)
+    queued = rig.spec(PROMPT[:100], greedy(2))  # 2 pages and 1, but its holder has no room to compute it
+    rig.submit(queued, 1)
+    rig.exchange()
+    assert rig.kv.pool.num_available == 4, "nothing is taken for a prompt that may never come"
+    big = [5] * (3 * PAGE_SIZE)
+    rig.start(big, greedy(2), handle=2)  # 3 pages and none beside
+    rig.exchange()
+    rig.step()
+    assert [event.handle for event in rig.of(Ready)] == [2]
+    rig.holder.hand_off(queued, rig.kv)
+    rig.run()
+    assert [event.handle for event in rig.of(Ready)] == [2, 1]
+    assert rig.tokens(1) == mono(PROMPT[:100], 2) and rig.tokens(2) == mono(big, 2)
+
+
 def test_waiting_claim_pins_nothing(make_rig: MakeRig) -> None:
     rig = make_rig(num_pages=4)
     rig.start(PROMPT[:64], greedy(2), handle=1)
