@@ -9,7 +9,10 @@ FP8_MAX = 448.0
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [..., rows, columns] fp32 -> (e4m3 data of that shape, fp32 scale [..., ceil(rows/128), ceil(columns/128)]); data * scale ~ weight."""
+    """weight [..., rows, columns] fp32 -> (e4m3 data of that shape, fp32 scale [..., ceil(rows/128), ceil(columns/128)]).
+
+    data * scale is close to weight; the largest value of a block becomes 448.
+    """
     rows, columns = weight.shape[-2:]
     padded = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., row blocks, 128, column blocks, 128]

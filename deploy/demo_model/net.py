@@ -131,6 +131,7 @@ class Gate(nn.Module):
     """V3's router. The correction bias takes part in choosing only and is moved by `balance`, not by gradients."""
 
     e_score_correction_bias: Tensor
+    load: Tensor
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -176,11 +177,11 @@ class Moe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)  # [b * n, d]
-        weights = self.gate(flat).to(x.dtype)
-        gate, up = (flat @ w.value().flatten(0, 1).t().to(x.dtype) for w in (self.gate_proj, self.up_proj))  # [b * n, E * inter]
-        inner = (F.silu(gate) * up).unflatten(-1, (weights.shape[-1], -1)) * weights.unsqueeze(-1)
+        weights = self.gate(flat)
+        gate, up = (F.linear(flat, w.value().flatten(0, 1)) for w in (self.gate_proj, self.up_proj))  # [b * n, E * inter]
+        inner = (F.silu(gate) * up).unflatten(-1, (weights.shape[-1], -1)) * weights.unsqueeze(-1).to(gate.dtype)
         down = self.down_proj.value().transpose(0, 1).flatten(1)  # [d, E * inter]
-        return self.shared_experts(x) + F.linear(inner.flatten(1), down.to(x.dtype)).view_as(x)
+        return self.shared_experts(x) + F.linear(inner.flatten(1), down).view_as(x)
 
 
 class Layer(nn.Module):
@@ -207,11 +208,32 @@ class MtpLayer(Layer):
         d, eps = config["hidden_size"], config["rms_norm_eps"]
         self.enorm, self.hnorm = RMSNorm(d, eps), RMSNorm(d, eps)
         self.eh_proj = nn.Linear(2 * d, d, bias=False)
+        nn.init.normal_(self.eh_proj.weight, std=0.02)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(d, eps)})
 
     def draft(self, embedded: Tensor, hidden: Tensor, angle: Tensor) -> Tensor:
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         return self.shared_head["norm"](self.forward(x, angle))
+
+
+class Decoder(nn.Module):
+    """What is published under `model.`; the last of `layers` is the MTP layer."""
+
+    def __init__(self, config: dict[str, Any], dropout: float) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
+        nn.init.normal_(self.embed_tokens.weight, std=0.02)
+        layers = [Layer(config, idx, dropout) for idx in range(config["num_hidden_layers"])]
+        self.layers = nn.ModuleList([*layers, MtpLayer(config, dropout)])
+        self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+
+    def decoder_layers(self) -> list[nn.Module]:
+        return list(self.layers)[:-1]
+
+    def mtp_layer(self) -> MtpLayer:
+        layer = self.layers[-1]
+        assert isinstance(layer, MtpLayer)
+        return layer
 
 
 class Net(nn.Module):
@@ -221,39 +243,36 @@ class Net(nn.Module):
 
     def __init__(self, config: dict[str, Any], dropout: float = 0.0) -> None:
         super().__init__()
-        self.config, self.num_layers, d = config, config["num_hidden_layers"], config["hidden_size"]
-        layers = [Layer(config, idx, dropout) for idx in range(self.num_layers)]
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(config["vocab_size"], d)
-        self.model.layers = nn.ModuleList([*layers, MtpLayer(config, dropout)])
-        self.model.norm = RMSNorm(d, config["rms_norm_eps"])
-        self.lm_head = nn.Linear(d, config["vocab_size"], bias=False)
-        nn.init.normal_(self.model.embed_tokens.weight, std=0.02)
+        self.config = config
+        self.model = Decoder(config, dropout)
+        self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
-        nn.init.normal_(self.model.layers[-1].eh_proj.weight, std=0.02)
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("inv_freq", yarn_inv_freq(config), persistent=False)
 
+    def _angle(self, num_tokens: int) -> Tensor:
+        """[num_tokens, rope_dim / 2] rotation of each position."""
+        return torch.arange(num_tokens, device=self.inv_freq.device).unsqueeze(1) * self.inv_freq
+
     def hidden(self, ids: Tensor) -> Tensor:
         """ids [b, n] -> hidden states after the final norm [b, n, d]."""
-        angle = torch.arange(ids.shape[1], device=ids.device).unsqueeze(1) * self.inv_freq
-        x = self.dropout(self.model.embed_tokens(ids))
-        for layer in self.model.layers[:-1]:
+        x, angle = self.dropout(self.model.embed_tokens(ids)), self._angle(ids.shape[1])
+        for layer in self.model.decoder_layers():
             x = layer(x, angle)
         return self.model.norm(x)
 
     def mtp_hidden(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """hidden [b, n, d] of tokens i, next_ids [b, n] = tokens i + 1 -> states from which `logits` predicts tokens i + 2."""
-        angle = torch.arange(next_ids.shape[1], device=next_ids.device).unsqueeze(1) * self.inv_freq
         embedded = self.dropout(self.model.embed_tokens(next_ids))
-        return self.model.layers[-1].draft(embedded, hidden, angle)
+        return self.model.mtp_layer().draft(embedded, hidden, self._angle(next_ids.shape[1]))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
 
-    def modules_of(self, kind: type[nn.Module]) -> list[nn.Module]:
-        return [module for module in self.modules() if isinstance(module, kind)]
+    def gates(self) -> list[Gate]:
+        return [module for module in self.modules() if isinstance(module, Gate)]
 
     def set_fake_quant(self, on: bool) -> None:
-        for module in self.modules_of(Weight):
-            module.fake_quant = on  # type: ignore[assignment]
+        for module in self.modules():
+            if isinstance(module, Weight):
+                module.fake_quant = on

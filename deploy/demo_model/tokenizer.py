@@ -15,8 +15,8 @@ BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", 
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 VOCAB_SIZE = 4096
 
-# Elisions, words with the blank (and apostrophe: 'tis, o'er) before them, numbers, punctuation, one or two line ends, other blanks. A token never mixes line ends
-# with anything else, so text can be cut at a line anywhere and tokenizes alike on both sides.
+# Elisions, words with the blank (and apostrophe: 'tis, o'er) before them, numbers, punctuation, one or two line ends, other blanks.
+# A token never mixes line ends with anything else, so text can be cut at a line anywhere and tokenizes alike on both sides.
 PATTERN = r"'(?:ll|re|ve|[stdm])(?!\p{L})| ?'?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\n{1,2}|[^\S\n]+(?!\S)|[^\S\n]+"
 
 
