@@ -28,7 +28,7 @@ def latent_store(
 
     latent    [num_tokens, kv_lora_rank]
     key_rope  [num_tokens, rope]
-    pages     [num_pages, num_layers, page_size, kv_lora_rank + rope]  contiguous, same dtype, written in place
+    pages     [num_pages, num_layers, page_size, kv_lora_rank + rope]  contiguous, written in place; entries are rounded to its dtype
     rows      [num_tokens] int64: rows of `pages.view(-1, width)`, one layer of `pool_rows`, all different
     """
     assert pages.is_contiguous() and pages.shape[-1] == latent.shape[1] + key_rope.shape[1], f"{pages.shape=} {latent.shape=}"
@@ -46,7 +46,7 @@ def latent_store_reference(latent: torch.Tensor, key_rope: torch.Tensor, pages: 
 
 def latent_store_torch(latent: torch.Tensor, key_rope: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
     """One scatter of whole rows."""
-    pages.view(-1, pages.shape[-1]).index_copy_(0, rows, torch.cat((latent, key_rope), dim=1))
+    pages.view(-1, pages.shape[-1]).index_copy_(0, rows, torch.cat((latent, key_rope), dim=1).to(pages.dtype))
 
 
 _IMPLEMENTATIONS = {"torch": latent_store_torch, "reference": latent_store_reference}

@@ -30,7 +30,8 @@ class MlaDecode(Protocol):
     def plan(self, pages: torch.Tensor, page_tables: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
         """Fix what the next runs attend to.
 
-        pages        [num_pages, num_layers, page_size, width]; read by `run`, so entries stored in between count
+        pages        [num_pages, num_layers, page_size, width]; read by `run`, so entries stored in between count; of q's dtype or
+                     one that is converted to it
         page_tables  a request each; entry i holds the positions i * page_size .. (i + 1) * page_size - 1
         kv_lens      a request each, >= 1: positions 0 .. kv_len - 1 are attended to, later slots are never read
         """
@@ -63,7 +64,7 @@ class ReferenceMlaDecode:
         size, rank = self._pages.shape[2], self._shape.kv_lora_rank
         out = q.new_zeros(q.shape[0], q.shape[1], rank)
         for request, (table, kv_len) in enumerate(zip(self._page_tables, self._kv_lens, strict=True)):
-            entries = torch.stack([self._pages[table[i // size], layer, i % size] for i in range(kv_len)])  # [kv_len, width]
+            entries = torch.stack([self._pages[table[i // size], layer, i % size] for i in range(kv_len)]).to(q.dtype)  # [kv_len, width]
             for head in range(q.shape[1]):
                 weights = torch.softmax(entries @ q[request, head] * self._shape.softmax_scale, dim=0)  # [kv_len]
                 out[request, head] = weights @ entries[:, :rank]
@@ -105,6 +106,9 @@ class TorchMlaDecode:
         return torch.stack(outs)
 
     def _attend(self, q: torch.Tensor, views: "list[tuple[torch.Tensor, torch.Tensor]]", sizes: list[int]) -> torch.Tensor:
+        if views[0][0].dtype != q.dtype:
+            converted = [entries.to(q.dtype) for entries, _ in views]
+            views = [(entries, entries[:, : self._shape.kv_lora_rank]) for entries in converted]
         # entries on the left: read row after row they come from memory a tenth faster than as the right factor
         q = q.t()
         scores = torch.cat([torch.mm(entries, q) for entries, _ in views])  # [kv_len, num_heads]

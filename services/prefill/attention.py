@@ -77,7 +77,7 @@ class PrefillAttention:
     ) -> torch.Tensor:
         """One request's q [n, heads, qk], with attention to its own chunk (out [n, heads, v], lse [n, heads]) -> to all."""
         for piece in pieces:
-            entries = pages[:, self._layer].index_select(0, piece.pages).flatten(0, 1)[: piece.num_tokens]  # [m, width]
+            entries = pages[:, self._layer].index_select(0, piece.pages).flatten(0, 1)[: piece.num_tokens].to(q.dtype)  # [m, width]
             latent, k_rope = entries.split([self._config.kv_lora_rank, self._config.qk_rope_head_dim], dim=1)
             k, v = self._up_project(latent, k_rope)
             part = mla_prefill(

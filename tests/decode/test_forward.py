@@ -159,6 +159,18 @@ def test_watch_sees_an_up_projection(tmp_path: Path) -> None:
     assert watch.largest >= 200 * 4 * 64
 
 
+def test_pages_of_bfloat16(tmp_path: Path) -> None:
+    """What prefill and decode store rounded, decode reads back within bf16's error."""
+    rig = ForwardRig(tmp_path)
+    ids = rig.ids(67)
+    exact = rig.one_shot(ids)
+    rig.pages = rig.pages.to(torch.bfloat16)
+    rig.prefill_all(ids[:65], 64)
+    rig.decode_step({0: (ids[65], 65)})
+    got = rig.decode_step({0: (ids[66], 66)})[0]
+    assert 0 < (got - exact).norm() / exact.norm() < 0.02
+
+
 def test_empty_batch(tmp_path: Path) -> None:
     rig = ForwardRig(tmp_path)
     assert rig.decode_step({}).shape == (0, rig.config.vocab_size)

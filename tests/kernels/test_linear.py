@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernels.linear import create_linear
+from kernels.linear import create_linear, padded_rows
 
 BACKENDS = ["onednn", "torch", "reference"]
 
@@ -13,7 +13,7 @@ def test_equals_einsum(backend: str, few_rows: bool, sizes: tuple[int, int]) -> 
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(sizes, generator=generator)
     layer = create_linear(weight, few_rows=few_rows, backend=backend)
-    for rows in (0, 1, 2, 7, 64, 65):
+    for rows in (0, 1, 2, 7, 9, 64, 65, 300, 1025):
         x = torch.randn(rows, sizes[1], generator=generator)
         expected = torch.einsum("ri,oi->ro", x.double(), weight.double())
         got = layer(x)
@@ -46,6 +46,14 @@ def test_later_changes_of_the_weight_do_not_count_with_layouts_of_its_own() -> N
     layer = create_linear(weight)
     weight.zero_()
     assert torch.equal(layer(torch.ones(1, 4)), torch.full((1, 4), 4.0))
+
+
+def test_ragged_batches_need_few_kernels() -> None:
+    """oneDNN keeps a compiled kernel for every number of rows that it is given: thousands of sizes must become few."""
+    given = {rows: padded_rows(rows) for rows in range(1, 4097)}
+    assert len(set(given.values())) < 50
+    assert all(rows <= padded < rows * 1.25 for rows, padded in given.items())
+    assert all(given[rows] == rows for rows in (*range(1, 9), 64, 128, 512, 1024, 4096))
 
 
 def test_float64_takes_torch() -> None:

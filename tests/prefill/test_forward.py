@@ -104,6 +104,17 @@ def test_nan_of_one_request_stays_there(tmp_path: Path) -> None:
     assert (got[2] - rig.one_shot(prompts[2])).abs().max() < 1e-5
 
 
+def test_pages_of_bfloat16(tmp_path: Path) -> None:
+    """Entries are rounded when stored: a cached prefix then answers within bf16's error, and the pages are half as large."""
+    rig = ForwardRig(tmp_path)
+    ids = rig.ids(100)
+    exact = rig.one_shot(ids)
+    rig.pages = rig.pages.to(torch.bfloat16)
+    got = rig.prefill_all(ids, 64)[-1]
+    assert rig.pages.dtype == torch.bfloat16
+    assert 0 < (got - exact).norm() / exact.norm() < 0.02
+
+
 def test_nobody_wants_logits(tmp_path: Path) -> None:
     rig = ForwardRig(tmp_path)
     assert rig.prefill.run(rig.pages, [rig.chunk(rig.ids(5), 0, 5, want_logits=False)]).shape == (0, rig.config.vocab_size)

@@ -1,0 +1,30 @@
+"""`make bench`: every benchmark, one after another, each in a process of its own; results in tests/bench/results/*.json.
+
+    python -m tests.bench [name ...]        names: handover, cluster
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    names = sys.argv[1:] or sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+    failed: list[str] = []
+    for name in names:
+        if not (HERE / f"bench_{name}.py").exists():
+            sys.exit(f"error: there is no benchmark {name!r}; known are {', '.join(sorted(p.stem[6:] for p in HERE.glob('bench_*.py')))}")
+        print(f"== {name}", flush=True)
+        began = time.monotonic()
+        if subprocess.run([sys.executable, "-m", f"tests.bench.bench_{name}"]).returncode:
+            failed.append(name)
+        print(f"== {name}: {time.monotonic() - began:.0f} s", flush=True)
+    if failed:
+        sys.exit(f"error: {', '.join(failed)} failed; see the output above")
+
+
+if __name__ == "__main__":
+    main()
