@@ -6,11 +6,11 @@ UP ends when the process exits, when no heartbeat came for `HEARTBEAT_S`, or whe
 """
 
 import asyncio
-import contextlib
 import ctypes
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -48,7 +48,7 @@ class RankProcess:
         self._arguments = arguments
         self._directory = directory
         self._event_type = event_type
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._channel: FrontChannel[Any, Any] | None = None
         self._last_beat = 0.0
         self._stuck = False
@@ -73,13 +73,11 @@ class RankProcess:
         address = f"ipc://{self._directory}/rank{self.rank}.{self.num_starts}"
         self._channel = FrontChannel(address, self._event_type)
         command = [sys.executable, "-m", self._module, *self._arguments, "--rank", str(self.rank), "--ipc", address]
-        # OpenMP's waiting threads would spin: on shared cores that cost 60 times the work itself.
-        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
-        self._process = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
+        self._process = _start_process(command)
         self._last_beat, self._stuck = time.monotonic() + START_S, False
         reader = asyncio.create_task(self._read(self._channel, on_event))
         watcher = asyncio.create_task(self._watch())
-        waiter = asyncio.create_task(self._process.wait())
+        waiter = asyncio.create_task(asyncio.to_thread(self._process.wait))
         try:
             await asyncio.wait({reader, watcher, waiter}, return_when=asyncio.FIRST_COMPLETED)
             if waiter.done() and not reader.done():
@@ -113,15 +111,21 @@ class RankProcess:
 
     async def stop(self) -> None:
         """Ask the engine to leave."""
-        if self._channel is not None and self._process is not None and self._process.returncode is None:
+        if self._channel is not None and self._process is not None and self._process.poll() is None:
             self._channel.send(Stop())
 
     async def kill(self) -> None:
         """End the process whatever it does, and reap it."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+
+def _start_process(command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    # OpenMP's waiting threads would spin: on shared cores that cost 60 times the work itself.
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    # Not the event loop's own way, which forks and so runs gRPC's fork handlers, and these complain.
+    return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 class Supervisor:
