@@ -33,7 +33,6 @@ from services.runtime.engine import StepClock, run_engine
 from services.runtime.errors import ConfigError
 from services.runtime.ipc import EngineChannel, RankLoad, Up
 
-_BUSY_PAUSE_S = 0.0002
 _IDLE_PAUSE_S = 0.002
 _LOAD_S = 0.1  # at most one report in this time
 
@@ -66,7 +65,7 @@ class HandoffThread(threading.Thread):
         self._fetcher.tick()
         self._report_load()
         if busy:
-            time.sleep(_BUSY_PAUSE_S)
+            time.sleep(self._kv.exchange.pause_s)
         return True
 
     def _take(self, command: Submit | Cancel | SessionLost) -> None:

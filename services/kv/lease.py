@@ -93,6 +93,11 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether any page is announced, so that peers may be reading."""
+        return any(lease.announcements for lease in self._leases.values())
+
     def state(self, key: RequestKey) -> LeaseState | None:
         """Where the lease stands; None when there is none."""
         lease = self._leases.get(key)

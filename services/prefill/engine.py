@@ -156,7 +156,7 @@ class PrefillEngine:
             self.handoffs.tell(key, request.run.reader, reason, message)
         self._forget(request, RunFailed(key, reason, message))
 
-    def _forget(self, request: Request, event: RunDone | RunFailed) -> None:
+    def _forget(self, request: Request, event: RunFailed) -> None:
         del self._requests[request.run.key]
         self._channel.send(event)
 
@@ -243,6 +243,7 @@ class PrefillEngine:
             if reader is not None and self._kv.leases.state(key) is None:
                 return  # it ended during the forward: the hand-off thread's report, still on its way, fails the request
             done = self._done(request, token)
+            self._channel.send(done)  # before all that follows: the client waits for this token
             request.store(self._kv.pool, token.token_id)
             if done.leased:
                 state = handoff_state(
@@ -253,7 +254,7 @@ class PrefillEngine:
             elif reader is not None:
                 self._kv.leases.finish(key)
             self.scheduler.remove(key)
-        self._forget(request, done)
+        del self._requests[key]
 
     def _done(self, request: Request, token: FirstToken) -> RunDone:
         goes_on = token.finish_reason == common_pb2.FINISH_UNSPECIFIED

@@ -49,7 +49,7 @@ class Attempt:
         self._is_ready = False
 
     def start(self, num_preemptions: int, deadline_us: int) -> None:
-        """Submit the claim, then call prefill. Neither waits for the other."""
+        """Call prefill and submit the claim. Neither waits for the other."""
         pair, request = self._pair, self._request
         prompt = common_pb2.Prompt(
             token_ids=[*request.prompt_ids, *self._output.token_ids], num_output_tokens=self._num_replayed, salt=request.salt
@@ -59,21 +59,22 @@ class Attempt:
             sampling=self._sampling, n=1, fingerprint=pair.prefill.fingerprint, deadline_us=deadline_us,
         )
         if pair.decode is not None:
-            assert pair.decode.session is not None
             run.readers.append(pair.decode.rank)
+        assert pair.prefill.prefill is not None
+        call: Any = pair.prefill.prefill.Run(run)  # goes out first: the first token waits for it, and not for the claim
+        if pair.decode is not None:
+            assert pair.decode.session is not None
             key = common_pb2.RequestKey(request_id=request.request_id, choice=0, attempt=self._number)
             pair.decode.begin(self._num_decode_tokens)
             self._handle = pair.decode.session.submit(decode_pb2.Submit(
                 key=key, prompt=prompt, sampling=self._sampling, holder=pair.prefill.rank, num_preemptions=num_preemptions,
                 deadline_us=deadline_us, fingerprint=pair.prefill.fingerprint,
             ), self._mailbox)
-        assert pair.prefill.prefill is not None
         pair.prefill.begin(pair.num_uncached_tokens)
         for state in (pair.prefill, pair.decode):
             if state is not None:
                 self._index.expect(state.instance_id, request.digests, time.monotonic())
         self._record.called(pair)
-        call: Any = pair.prefill.prefill.Run(run)
         self._prefill = asyncio.create_task(self._await_prefill(call))
 
     async def _await_prefill(self, call: Any) -> None:

@@ -93,10 +93,6 @@ class _Life:
 
     async def run(self) -> None:
         """States 1 to 8."""
-        request = self._request
-        await self._write(generation_pb2.GenerateReply(started=generation_pb2.Started(
-            request_id=request.request_id, seed=request.params.seed, num_prompt_tokens=len(request.prompt_ids),
-        )))
         while True:
             pair = await self._pair()
             try:
@@ -106,6 +102,14 @@ class _Life:
                 await self._recover(failure, pair)
         assert self._output.ending is not None
         await self._write(self._record.finished(self._output, self._output.ending))
+
+    async def _say_started(self) -> None:
+        """The stream's first message; prefill is called before it, since every wait here is a wait for the first token."""
+        request = self._request
+        if self._num_attempts == 1:
+            await self._write(generation_pb2.GenerateReply(started=generation_pb2.Started(
+                request_id=request.request_id, seed=request.params.seed, num_prompt_tokens=len(request.prompt_ids),
+            )))
 
     async def _pair(self) -> Pair:
         """State 2. With no token sent nobody waits for a rank; a stream with tokens out waits `member_wait_s`."""
@@ -139,6 +143,7 @@ class _Life:
         reason: common_pb2.Reason = common_pb2.CANCELLED
         try:
             attempt.start(self._num_preemptions, 0 if self._deadline is None else max(int(self._time_left() * 1e6), 1))
+            await self._say_started()
             await self._stream(attempt)
         except Failure as failure:
             reason = failure.reason
