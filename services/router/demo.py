@@ -62,7 +62,7 @@ class Story:
 
 
 async def _tell(stub: generation_pb2_grpc.GenerationStub, story: Story, max_tokens: int, console: Console) -> None:
-    request = generation_pb2.GenerateRequest(text=story.prompt, max_tokens=max_tokens, temperature=0.7, seed=story.index, ignore_eos=True)
+    request = generation_pb2.GenerateRequest(text=story.prompt, max_tokens=max_tokens, temperature=0.8, seed=story.index, ignore_eos=True)
     async for reply in stub.Generate(request):
         if reply.HasField("delta"):
             story.text += reply.delta.text
