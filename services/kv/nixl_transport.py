@@ -4,18 +4,20 @@ The agent's name is the rank's instance id. Pages and epoch words are registered
 word are prepared once a peer, so a read names pages by index. Calls come from several threads: the agent locks itself.
 """
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import nixl_cu13 as nixl
 import numpy as np
+from nixl_cu13._bindings import nixlBackendError  # pyright: ignore[reportMissingModuleSource]
 
 from proto.baton.v1 import common_pb2
 from services.kv.layout import Compatibility
 from services.kv.memory import KvMemory
 from services.kv.transport import PeerInfo, ReadLedger, TransferState, TransportStats, check_peer, encode_peer
 from services.kv.ucx import ucx
-from services.runtime.errors import HandoffError
+from services.runtime.errors import ConfigError, HandoffError
 
 _STATES = {"DONE": TransferState.DONE, "PROC": TransferState.RUNNING}  # whatever else NIXL says is a failure
 _WORD_BYTES = 8
@@ -58,13 +60,7 @@ class NixlTransport:
         self._reads: dict[int, _Read] = {}
         self._num_reads_ever = 0
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on stdout
-        # No progress thread: NIXL's spins on a core, and the hand-off thread, which polls notifications every millisecond, moves the same
-        # work on (two idle ranks: 0.03 cores instead of 0.5 to 1.6). STRICT: engine and hand-off thread both call.
-        config = nixl.nixl_agent_config(
-            enable_prog_thread=False, backends=["UCX"], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        )
-        with ucx().environment():
-            self._agent: Any = nixl.nixl_agent(instance_id, config)
+        self._agent: Any = _start_agent(instance_id)
         self.stats.ucx = ucx().describe()
         self._page_bytes = memory.layout.page_bytes
         pages, epochs, landing = memory.page_address(0), memory.epochs.ctypes.data, memory.landing.ctypes.data
@@ -238,3 +234,19 @@ class NixlTransport:
             self._agent.remove_remote_agent(name)
         except Exception as error:
             _log.warning("NIXL could not forget peer %s: %r", name, error)
+
+
+def _start_agent(instance_id: str) -> Any:
+    """A NIXL agent with UCX. Raises ConfigError when UCX cannot start as the environment wants it."""
+    # No progress thread: NIXL's spins on a core, and the hand-off thread, which polls notifications every millisecond, moves the same
+    # work on (two idle ranks: 0.03 cores instead of 0.5 to 1.6). STRICT: engine and hand-off thread both call.
+    config = nixl.nixl_agent_config(
+        enable_prog_thread=False, backends=["UCX"], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    )
+    try:
+        with ucx().environment():
+            return nixl.nixl_agent(instance_id, config)
+    except nixlBackendError as error:
+        tls = os.environ.get("UCX_TLS", "its default")
+        advice = "on a machine with GPUs UCX_TLS must name cuda_copy too" if "UCX_TLS" in os.environ else "NIXL's own lines say why"
+        raise ConfigError(f"NIXL could not start UCX with UCX_TLS={tls} ({error}); {advice}") from None

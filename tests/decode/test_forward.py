@@ -92,7 +92,8 @@ def test_nan_of_one_request_stays_there(tmp_path: Path) -> None:
     rig.pages[rig.tables[1][0], :, 3] = torch.nan
     got = rig.decode_step(tokens)
     assert got[1].isnan().all()
-    assert torch.equal(got[0], clean[0]) and torch.equal(got[2], clean[2])
+    # the NaN row is routed elsewhere, so its mates' experts see other numbers of rows: equal up to rounding
+    assert torch.allclose(got[[0, 2]], clean[[0, 2]], rtol=1e-5, atol=1e-5)
 
 
 def test_reused_page_is_read_anew(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import sys
 import time
 
 import pytest
+import torch
 
 from proto.baton.v1 import common_pb2
 from services.kv.messages import HandoffState, RequestKey
 from services.kv.pages import Holder, HolderKind
 from services.kv.pull import PullState
 from services.kv.rank_kv import RankKv, open_rank_kv
-from services.runtime.errors import HandoffError
+from services.runtime.errors import ConfigError, HandoffError
 from tests.kv.nixl_holder import SMALL, compatible, expected_byte
 
 NUM_PAGES = 12
@@ -115,7 +116,7 @@ class Two:
 def two(request, monkeypatch):
     monkeypatch.delenv("UCX_TLS", raising=False)
     if request.param == "tcp":
-        monkeypatch.setenv("UCX_TLS", "tcp")
+        monkeypatch.setenv("UCX_TLS", "tcp,cuda_copy" if torch.cuda.is_available() else "tcp")
     pair = Two()
     pair.tls = request.param
     yield pair
@@ -188,3 +189,9 @@ def test_a_read_from_a_stopped_holder_is_quarantined_and_lands_there_when_it_wak
     assert two.kv.transport.add_peer(two.blob) == two.peer
     two.hand_over("healed", 4)
     assert two.close() == 0
+
+
+def test_unusable_ucx_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "no_such_transport")
+    with pytest.raises(ConfigError, match="UCX_TLS=no_such_transport"):
+        open_rank_kv(layout=SMALL, num_pages=2, transport="nixl", compatibility=compatible(SMALL))
