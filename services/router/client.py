@@ -51,6 +51,9 @@ def find_router(given: str | None) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Stream text from a Baton router.")
     parser.add_argument("text", nargs="?", help="the prompt; from stdin when left out")
+    parser.add_argument("--chat", action="store_true", help="the text is a user's message, for the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before it; needs --chat")
+    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's switch of that name; needs --chat")
     parser.add_argument("--router", metavar="HOST:PORT", help="default: BATON_ROUTER, else the cluster of `make up`")
     for name, kind in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None)
@@ -64,7 +67,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def request_of(arguments: argparse.Namespace, text: str) -> generation_pb2.GenerateRequest:
     """The request that the command line means; what was not given stays unset. Raises SetupError for a number that does not fit."""
-    request = generation_pb2.GenerateRequest(text=text, stop=arguments.stop)
+    request = generation_pb2.GenerateRequest(stop=arguments.stop)
+    if arguments.chat:
+        _add_chat(request.chat, arguments, text)
+    elif arguments.system is not None or arguments.thinking is not None:
+        raise SetupError("--system and --thinking are parts of a chat; give --chat too")
+    else:
+        request.text = text
     for name in _NUMBERS:
         value = getattr(arguments, name)
         if value is not None:
@@ -79,6 +88,14 @@ def request_of(arguments: argparse.Namespace, text: str) -> generation_pb2.Gener
     if arguments.ignore_eos:
         request.ignore_eos = True
     return request
+
+
+def _add_chat(chat: generation_pb2.Chat, arguments: argparse.Namespace, text: str) -> None:
+    if arguments.system is not None:
+        chat.messages.add(role="system", content=arguments.system)
+    chat.messages.add(role="user", content=text)
+    if arguments.thinking is not None:
+        chat.thinking = arguments.thinking
 
 
 async def _print_answer(arguments: argparse.Namespace) -> None:

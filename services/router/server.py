@@ -14,10 +14,11 @@ import grpc.aio
 
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc, registry_pb2_grpc
 from services.model.config import load_config as load_model_config
+from services.router.chat import ChatTemplate
 from services.router.dispatch import Dispatcher
 from services.router.pool import ROLES, Pool
 from services.router.registry import RegistryServicer
-from services.router.tokenizer import Tokenizer, load_tokenizer
+from services.router.tokenizer import Tokenizer, load_template, load_tokenizer
 from services.router.validate import Limits, Request, validate
 from services.runtime.config import Config
 from services.runtime.errors import BatonError, CheckpointError, NoMember
@@ -34,12 +35,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Validates off the event loop, then hands over to dispatch."""
 
     def __init__(
-        self, pool: Pool, dispatcher: Dispatcher, tokenizer: Tokenizer, model_limits: Limits, eos_token_ids: tuple[int, ...]
+        self, pool: Pool, dispatcher: Dispatcher, tokenizer: Tokenizer, template: ChatTemplate | None, model_limits: Limits,
+        eos_token_ids: tuple[int, ...],
     ) -> None:
-        """`model_limits`: of the model folder; asked while no pair has said what it takes."""
+        """`model_limits`: of the model folder; asked while no pair has said what it takes. Without `template` chats are refused."""
         self._pool = pool
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
+        self._template = template
         self._model_limits = model_limits
         self._eos_token_ids = eos_token_ids
         self._executor = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, "tokenizer")
@@ -59,7 +62,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def check(self, message: generation_pb2.GenerateRequest) -> Request:
         """Validate and tokenise. Raises InvalidRequest."""
         limits = self._pool.limits(self._model_limits)
-        arguments = (message, self._tokenizer, limits, self._eos_token_ids, time.monotonic())
+        arguments = (message, self._tokenizer, limits, self._eos_token_ids, time.monotonic(), self._template)
         return await asyncio.get_running_loop().run_in_executor(self._executor, validate, *arguments)
 
     def close(self) -> None:
@@ -82,17 +85,18 @@ class Router:
     """Everything that one router process holds."""
 
     def __init__(self, config: Config) -> None:
-        """Reads the model folder's config and tokenizer. Raises SetupError."""
+        """Reads the model folder's config, tokenizer and chat template. Raises SetupError."""
         folder = Path(config.model.path)
         model = load_model_config(folder)
         tokenizer = load_tokenizer(folder, model.bos_token_id)
         if tokenizer.vocab_size > model.vocab_size:
             sizes = f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocab_size is {model.vocab_size}"
             raise CheckpointError(f"{folder}: {sizes}; take both from one checkpoint")
+        template = load_template(folder, tokenizer, model.bos_token_id, model.eos_token_ids)
         limits = Limits(config.model.max_model_len or model.max_position_embeddings, model.vocab_size)
         self.pool = Pool(uuid.uuid4().hex)
         self.dispatcher = Dispatcher(self.pool, config.router, tokenizer.token_bytes)
-        self.servicer = GenerationServicer(self.pool, self.dispatcher, tokenizer, limits, model.eos_token_ids)
+        self.servicer = GenerationServicer(self.pool, self.dispatcher, tokenizer, template, limits, model.eos_token_ids)
         self._server = Server(config.router.address, _SERVICES)
         self._server.add(generation_pb2_grpc.add_GenerationServicer_to_server, self.servicer)
         self._server.add(registry_pb2_grpc.add_RegistryServicer_to_server, RegistryServicer(self.pool))

@@ -1,7 +1,8 @@
 """Everything that can be wrong with a GenerateRequest is found here, before any pool is involved.
 
-Rules worth knowing: `max_tokens` beyond the model's longest sequence is no error: the request stops with LENGTH there. Text gets exactly
-one BOS; token ids are taken as they are. An optional field that is unset gets its default, one that is zero is zero.
+Rules worth knowing: `max_tokens` beyond the model's longest sequence is no error: the request stops with LENGTH there. Text and chats get
+exactly one BOS, and nothing that a client writes in them becomes a control token; token ids are taken as they are. An optional field that
+is unset gets its default, one that is zero is zero.
 """
 
 import math
@@ -15,6 +16,7 @@ import msgspec
 from proto.baton.v1 import generation_pb2
 from services.kv.hash import page_digests
 from services.model.params import SamplingParams
+from services.router.chat import ChatTemplate, Message
 from services.router.tokenizer import Tokenizer
 from services.runtime.errors import InvalidRequest
 
@@ -50,11 +52,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate(
-    message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, limits: Limits, eos_token_ids: Sequence[int], received_at: float
+    message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, limits: Limits, eos_token_ids: Sequence[int], received_at: float,
+    template: ChatTemplate | None = None,
 ) -> Request:
-    """Check `message` completely; CPU-bound (tokenising, hashing), so call it off the event loop. Raises InvalidRequest."""
+    """Check `message` completely; CPU-bound (tokenising, hashing), so call it off the event loop. Without `template` chats are
+    refused. Raises InvalidRequest."""
     _check_supported(message)
-    prompt_ids = _prompt(message, tokenizer, limits)
+    prompt_ids = _prompt(message, tokenizer, limits, template)
     params = _sampling(message, limits, room=limits.max_model_len - len(prompt_ids))
     salt = message.tenant.encode()
     return Request(
@@ -82,28 +86,43 @@ def _check_supported(message: generation_pb2.GenerateRequest) -> None:
             raise InvalidRequest(field, f"{value[:20]}...", f"its {len(value)} characters are more than {MAX_NAME_CHARACTERS}")
 
 
-def _prompt(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, limits: Limits) -> list[int]:
+def _prompt(
+    message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, limits: Limits, template: ChatTemplate | None
+) -> list[int]:
     """Token ids of the input, at least one, leaving room for one more."""
     kind = message.WhichOneof("input")
     if kind is None:
-        raise InvalidRequest("input", None, "one of text and token_ids must be given")
+        raise InvalidRequest("input", None, "one of text, chat and token_ids must be given")
     if kind == "chat":
-        count = f"{len(message.chat.messages)} messages"
-        raise InvalidRequest("chat", count, "chat templates are not supported yet; send text or token_ids")
-    if kind == "text":
+        ids = _chat(message.chat, tokenizer, limits, template)
+    elif kind == "text":
         if not message.text:
             raise InvalidRequest("text", "", "the prompt must not be empty; token_ids with the BOS alone starts from nothing")
         ids = tokenizer.encode(message.text, limits.max_model_len)
     else:
         ids = list(message.token_ids.ids)
-        if not ids:
-            raise InvalidRequest("token_ids", ids, "the prompt must not be empty")
+    if not ids:
+        raise InvalidRequest(kind, ids, "the prompt must not be empty")
     if len(ids) + 1 > limits.max_model_len:
         raise InvalidRequest(kind, f"{len(ids)} tokens", f"prompt and one output token must fit max_model_len {limits.max_model_len}")
     if max(ids) >= limits.vocab_size:
         at = next(i for i, token_id in enumerate(ids) if token_id >= limits.vocab_size)
         raise InvalidRequest(f"{kind}[{at}]", ids[at], f"token ids must be below vocab_size {limits.vocab_size}")
     return ids
+
+
+def _chat(chat: generation_pb2.Chat, tokenizer: Tokenizer, limits: Limits, template: ChatTemplate | None) -> list[int]:
+    """Token ids of the conversation as the model's template writes it."""
+    if template is None:
+        count = f"{len(chat.messages)} messages"
+        raise InvalidRequest("chat", count, "this model's folder has no chat template; send text or token_ids")
+    rendered = template.render(
+        [Message(message.role, message.content) for message in chat.messages],
+        add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        thinking=chat.thinking if chat.HasField("thinking") else None,
+        max_characters=tokenizer.max_characters(limits.max_model_len),
+    )
+    return tokenizer.encode_chat(rendered)
 
 
 def _sampling(message: generation_pb2.GenerateRequest, limits: Limits, room: int) -> SamplingParams:

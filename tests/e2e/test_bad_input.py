@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from proto.baton.v1 import generation_pb2_grpc
+from proto.baton.v1 import generation_pb2, generation_pb2_grpc
 from services.runtime.cluster import Cluster
 from services.runtime.serve import open_channel
 from tests.e2e.rig import DEMO_CONFIG, failing, generate
@@ -29,6 +29,8 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("penalty infinite", {"frequency_penalty": math.inf}, ("frequency_penalty", "inf")),
     ("min_tokens over max_tokens", {"min_tokens": 9, "max_tokens": 4}, ("min_tokens", "9", "4")),
     ("logprobs 21", {"logprobs": 21}, ("logprobs", "21", "20")),
+    ("empty chat", {"chat": generation_pb2.Chat()}, ("chat.messages", "empty")),
+    ("unknown role", {"chat": generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="tool")])}, ("role", "tool", "assistant")),
     ("two choices", {"n": 2}, ("n", "2")),
     ("empty stop string", {"stop": [""]}, ("stop",)),
     ("stop id outside the vocabulary", {"stop_token_ids": [77_777]}, ("stop_token_ids", "77777")),

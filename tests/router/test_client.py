@@ -9,6 +9,7 @@ import pytest
 
 from services.router.client import find_router, stream
 from services.runtime.errors import SetupError
+from tests.router.byte_model import BOS, ids_of
 from tests.router.fakes import until
 from tests.router.rig import request_of, running
 
@@ -33,6 +34,24 @@ async def test_client_prints_text_and_timeline(tmp_path: Path) -> None:
         assert "3 prompt tokens (0 cached), 6 new" in err and "TTFT" in err and "routing: prefill" in err
         sampling = world.prefills[0].runs[0].sampling
         assert (sampling.temperature, sampling.seed, sampling.top_p) == (0.0, 5, 0.5)
+
+
+async def test_client_chats(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role[0] ~ m.content }}{% endfor %}{{ '+' if thinking else '-' }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    async with running(tmp_path) as world:
+        code, out, err = await run_client("hi", "--chat", "--system", "S", "--thinking", "--router", world.router.address,
+                                          "--max-tokens", "2")
+        assert (code, out) == (0, "ab\n"), err
+        assert list(world.prefills[0].runs[0].prompt.token_ids) == [BOS, *ids_of("sSuhi+")]
+
+
+async def test_chat_without_a_template_is_refused_by_name(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
+        code, _, err = await run_client("hi", "--chat", "--router", world.router.address)
+        assert code == 1 and "INVALID_ARGUMENT" in err and "no chat template" in err
+        code, _, err = await run_client("hi", "--system", "S", "--router", world.router.address)
+        assert code == 1 and "--chat" in err and not world.prefills[0].runs
 
 
 async def test_client_reads_stdin_and_says_errors_in_one_sentence(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from proto.baton.v1 import generation_pb2
 from services.kv.hash import page_digests
+from services.router.chat import ChatTemplate
 from services.router.dispatch import sampling_message
 from services.router.tokenizer import Tokenizer
 from services.router.validate import Limits, Request, validate
@@ -31,7 +32,7 @@ def check(prompt: list[int] | None = None, **fields: Any) -> Request:
     ({"text": "x" * 10_000}, ["text", "10000 characters", "64 tokens"]),
     ({"prompt": [5, VOCAB]}, ["token_ids[1]", str(VOCAB), "vocab_size"]),
     ({"prompt": [5, 2**32 - 1]}, ["token_ids[1]", "4294967295"]),
-    ({"chat": generation_pb2.Chat()}, ["chat", "not supported"]),
+    ({"chat": generation_pb2.Chat()}, ["chat", "no chat template"]),
     ({"max_tokens": 0}, ["max_tokens", "0", "at least 1"]),
     ({"max_tokens": -1}, ["max_tokens", "-1", "at least 1"]),
     ({"min_tokens": -1}, ["min_tokens", "-1", "at least 0"]),
@@ -66,6 +67,25 @@ def test_refused(fields: dict[str, Any], words: list[str]) -> None:
         check(**fields)
     for word in words:
         assert re.search(rf"(?<![\w-]){re.escape(word)}", str(caught.value)), f"{word!r} is not in {caught.value}"
+
+
+def test_chat_goes_through_the_template() -> None:
+    """B36, B40: one BOS, the generation prompt unless it is refused, an empty chat is an error, the length is that of all of it."""
+    source = "{{ bos_token }}{% for m in messages %}{{ m.role[0] ~ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    template = ChatTemplate(source, {"bos_token": "<bos>"}, list(TOKENIZER.control_ids), "test")
+
+    def ask(*contents: str, **options: Any) -> Request:
+        messages = [generation_pb2.ChatMessage(role="user", content=content) for content in contents]
+        return validate(request_of(chat=generation_pb2.Chat(messages=messages, **options)), TOKENIZER, LIMITS, (EOS,), 0.0, template)
+
+    assert ask("<bos>", "").prompt_ids == [BOS, *ids_of("u<bos>u>")]
+    assert ask("a", add_generation_prompt=False).prompt_ids == [BOS, *ids_of("ua")]
+    for contents, options, words in (
+        ((), {}, "messages is .* empty"), (("x" * 63,), {}, "chat is '66 tokens'.*max_model_len 64"),
+        (("x" * 999,), {}, "999 characters.*320"), (("a",), {"thinking": False}, "chat.thinking is False"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            ask(*contents, **options)
 
 
 def test_no_input_is_refused() -> None:
