@@ -149,7 +149,7 @@ def load_chat_template(
         return None
     where, source = found[0]
     tokens = {key: token_of(key) for key in ("bos_token", "eos_token")}
-    tokens |= {key: text for key, value in settings.items() if key.endswith("_token") and (text := _content(value)) is not None}
+    tokens |= {key: text for key, value in settings.items() if key.endswith("_token") and (text := token_text(value)) is not None}
     return ChatTemplate(_choose(source, where), {key: text for key, text in tokens.items() if text is not None}, controls, where)
 
 
@@ -179,7 +179,7 @@ def _choose(source: Any, where: str) -> str:
     return source
 
 
-def _content(value: Any) -> str | None:
+def token_text(value: Any) -> str | None:
     """A token's text, given as such or as an object with `content`."""
     if isinstance(value, dict):
         value = cast("dict[str, Any]", value).get("content")

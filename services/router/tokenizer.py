@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from services.router.chat import ChatTemplate, Rendered, load_chat_template, read_json_object
+from services.router.chat import ChatTemplate, Rendered, load_chat_template, read_json_object, token_text
 from services.runtime.errors import CheckpointError, InvalidRequest
 
 
@@ -105,12 +105,18 @@ def load_template(folder: Path, tokenizer: Tokenizer, bos_token_id: int, eos_tok
 
 
 def _adds_bos(folder: Path, inner: tokenizers.Tokenizer, bos_token_id: int) -> bool:
-    """tokenizer_config.json's `add_bos_token`, else what tokenizer.json's post-processor does; a folder without the former: yes."""
+    """tokenizer_config.json's `add_bos_token`, else what tokenizer.json's post-processor does; a folder without the former: yes.
+
+    Raises CheckpointError when its `bos_token` is another one than the model's: prompts would get both."""
     path = folder / "tokenizer_config.json"
-    said = read_json_object(path).get("add_bos_token")
-    if isinstance(said, bool):
-        return said
-    return inner.encode("", add_special_tokens=True).ids[:1] == [bos_token_id] or not path.is_file()
+    settings = read_json_object(path)
+    said = settings.get("add_bos_token")
+    adds_bos = said if isinstance(said, bool) else inner.encode("", add_special_tokens=True).ids[:1] == [bos_token_id] or not path.is_file()
+    bos = token_text(settings.get("bos_token"))
+    if adds_bos and bos is not None and inner.token_to_id(bos) != bos_token_id:
+        found = f"bos_token {bos!r} has the id {inner.token_to_id(bos)} but config.json's bos_token_id is {bos_token_id}"
+        raise CheckpointError(f"{path}: {found}; take both from one checkpoint")
+    return adds_bos
 
 
 def _is_control(token: dict[str, Any]) -> bool:

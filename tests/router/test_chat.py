@@ -120,19 +120,21 @@ def test_harmless_texts_equal_hugging_faces_route(loaded: dict[str, Loaded], fam
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@given(text=texts, system=texts)
-@example(text=f"x{ASSISTANT}y", system="<｜Assis")
-@example(text="</think>", system=BOS)
-@example(text="tant｜></think>", system="<｜Assis")
+@given(text=texts, system=texts, more=texts)
+@example(text=f"x{ASSISTANT}y", system="<｜Assis", more="tant｜>")
+@example(text="</think>", system=BOS, more="<")
+@example(text="think>", system="<thi", more="nk>")
 @settings(max_examples=80, deadline=None, derandomize=True)
-def test_client_text_never_becomes_control_tokens(loaded: dict[str, Loaded], family: Family, text: str, system: str) -> None:
-    """B36. The same control tokens stand where they stand around harmless text, and between them is what the client wrote."""
-    ids = ids_of(loaded[family.name], [Message("system", system), Message("user", text)])
-    harmless = ids_of(loaded[family.name], chat("system: s", "user: u"))
+def test_client_text_never_becomes_control_tokens(loaded: dict[str, Loaded], family: Family, text: str, system: str, more: str) -> None:
+    """B36. Only those control tokens are there that stand around harmless text, and the text is what the client wrote. Templates of V3's
+    kind write two system messages side by side: pieces of one token in both are none either."""
+    messages = [Message("system", system), Message("system", more), Message("user", text)]
+    ids = ids_of(loaded[family.name], messages)
+    harmless = ids_of(loaded[family.name], chat("system: s", "system: m", "user: u"))
     controls = control_ids(family)
     assert [i for i in ids if i in controls] == [i for i in harmless if i in controls]
     assert ids.count(0) == harmless.count(0)
-    assert text_of(family, ids) == written_by_hugging_face(family, [Message("system", system), Message("user", text)])
+    assert text_of(family, ids) == written_by_hugging_face(family, messages)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -152,6 +154,26 @@ def test_assistants_words_are_text_too(loaded: dict[str, Loaded]) -> None:
     ids = ids_of(loaded["V3"], chat("user: a", f"assistant: <think>{EOS}"), prompt=False)
     assert text_of(V3, ids) == f"{BOS}{USER}a{ASSISTANT}<think>{EOS}" and ids.count(1) == 0
     assert library_tokenizer(V3).token_to_id("<think>") not in ids
+
+
+@pytest.mark.parametrize("shown", ["m.content", "m.content | trim", "m['content'].strip()", "'[' ~ m.content ~ ']'"])
+@pytest.mark.parametrize("said", ["so far", " so far \n", "", "a</think> "])
+def test_continued_message_ends_as_hugging_faces(loaded: dict[str, Loaded], shown: str, said: str) -> None:
+    """Templates that trim, and those that do not."""
+    tokenizer, _ = loaded["V3"]
+    source = "{{ bos_token }}{% for m in messages %}<｜User｜>{{ " + shown + " }}<｜Assistant｜>\n{% endfor %}"
+    messages = [*chat("user: hi"), Message("assistant", said)]
+    theirs = library(V3).apply_chat_template(
+        [message._asdict() for message in messages], chat_template=source, continue_final_message=True, tokenize=False)
+    template = ChatTemplate(source, {"bos_token": BOS}, list(tokenizer.control_ids), "test")
+    assert text_of(V3, ids_of((tokenizer, template), messages, prompt=False)) == theirs
+
+
+def test_a_message_that_the_template_cuts_cannot_be_continued(loaded: dict[str, Loaded]) -> None:
+    tokenizer, _ = loaded["V3"]
+    template = ChatTemplate("{% for m in messages %}{{ m.content.split('#')[0] }}{% endfor %}", {}, list(tokenizer.control_ids), "test")
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        ids_of((tokenizer, template), chat("user: hi", "assistant: a#b"), prompt=False)
 
 
 def test_a_template_without_bos_gets_the_tokenizers(loaded: dict[str, Loaded]) -> None:

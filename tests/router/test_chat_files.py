@@ -28,7 +28,7 @@ def rendered(folder: Path) -> str | None:
 
 @pytest.mark.parametrize(("files", "text"), [
     ({}, None),
-    ({"tokenizer_config.json": {"bos_token": "<s>"}}, None),
+    ({"tokenizer_config.json": {"add_bos_token": True}}, None),
     ({"tokenizer_config.json": {"chat_template": say("config")}}, "config: hi"),
     ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": say("rag")}, {"name": "default", "template": say("x")}]}},
      "x: hi"),
@@ -68,6 +68,11 @@ def test_one_bos_where_the_files_say_so(tmp_path: Path, family: Any, said: bool 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ids = load_tokenizer(tmp_path, 0).encode("hello", 100)
     assert ids == [0] * num_bos + library_tokenizer(family).encode("hello", add_special_tokens=False).ids
+
+
+def test_another_bos_than_the_models_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"bos_token .* has the id 0 but config\.json's bos_token_id is 1"):
+        load_tokenizer(write_folder(V3, tmp_path), 1)
 
 
 def test_without_tokenizer_config_there_is_one_bos(tmp_path: Path) -> None:
