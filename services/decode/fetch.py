@@ -107,7 +107,7 @@ class Fetcher:
         named = self._kv.transport.add_peer(source.peer)
         if named != source.instance_id:
             message = f"the holder is instance {source.instance_id} but its metadata belongs to {named}; register that rank again"
-            raise HandoffError(common_pb2.INVALID, message)
+            raise HandoffError(common_pb2.PEER_GONE, message)
         if before is not None and before != named:
             _log.info("holder %s at %s rank %d replaces %s", named, *place, before)
             self._kv.transport.close_peer(before)

@@ -2,10 +2,12 @@
 
 The agent's name is the rank's instance id. Pages and epoch words are registered once; descriptors of every page (one a page) and of every
 word are prepared once a peer, so a read names pages by index. Calls come from several threads: the agent locks itself.
+Incarnations come and go and say nothing when they go: one that nobody has spoken of for IDLE_S is forgotten when the next one is met.
 """
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import nixl_cu13 as nixl
@@ -21,6 +23,7 @@ from services.runtime.errors import ConfigError, HandoffError
 
 _STATES = {"DONE": TransferState.DONE, "PROC": TransferState.RUNNING}  # whatever else NIXL says is a failure
 _WORD_BYTES = 8
+IDLE_S = 600.0  # many times what a hand-off is silent for: it is renewed every few seconds
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +31,9 @@ _log = logging.getLogger(__name__)
 class _Peer:
     """An added peer; once closed it is forgotten as soon as nothing from it is in flight."""
 
-    def __init__(self, info: PeerInfo, pages: Any, epochs: Any) -> None:
+    def __init__(self, info: PeerInfo, pages: Any, epochs: Any, now: float) -> None:
         self.info = info
+        self.used_at = now
         self.pages, self.epochs = pages, epochs  # NIXL's prepared descriptor lists
         self.is_open = True
         self.num_reads = 0
@@ -50,8 +54,11 @@ class _Read:
 class NixlTransport:
     """One NIXL agent and the memory it registered."""
 
-    def __init__(self, instance_id: str, memory: KvMemory, compatibility: Compatibility) -> None:
+    def __init__(
+        self, instance_id: str, memory: KvMemory, compatibility: Compatibility, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.instance_id = instance_id
+        self._clock = clock
         self._memory = memory
         self._compatibility = compatibility
         self.stats = TransportStats()
@@ -69,6 +76,11 @@ class NixlTransport:
         self._registered = self._agent.register_memory(regions, "DRAM")
         self._local_pages = self._prepare("NIXL_INIT_AGENT", pages, self._page_bytes, memory.num_pages)
         self._local_words = self._prepare("NIXL_INIT_AGENT", landing, _WORD_BYTES, memory.num_pages)
+
+    @property
+    def num_peers(self) -> int:
+        """Peers that NIXL knows."""
+        return len(self._peers)
 
     def metadata(self) -> bytes:
         """See Transport."""
@@ -90,15 +102,21 @@ class NixlTransport:
         name = info.instance_id
         known = self._peers.get(name)
         if known is None:
+            self._forget_unused()
             self._peers[name] = self._meet(info)
         elif not known.is_open:
             raise HandoffError(common_pb2.PEER_GONE, f"peer {name} is closed until its {known.num_reads} late reads have ended")
+        else:
+            known.used_at = self._clock()
         return name
 
     def has_peer(self, instance_id: str) -> bool:
-        """See Transport."""
+        """See Transport. Whoever asks is about to use it."""
         peer = self._peers.get(instance_id)
-        return peer is not None and peer.is_open
+        if peer is None or not peer.is_open:
+            return False
+        peer.used_at = self._clock()
+        return True
 
     def close_peer(self, instance_id: str) -> None:
         """See Transport."""
@@ -109,8 +127,10 @@ class NixlTransport:
 
     def notify(self, instance_id: str, payload: bytes) -> bool:
         """See Transport."""
-        if instance_id not in self._peers:
+        peer = self._peers.get(instance_id)
+        if peer is None:
             return False
+        peer.used_at = self._clock()
         try:
             self._agent.send_notif(instance_id, payload)
         except Exception as error:  # NIXL's errors have no common base
@@ -179,14 +199,14 @@ class NixlTransport:
             if isinstance(added, bytes):
                 added = added.decode()
             if added != name:
-                raise HandoffError(common_pb2.INVALID, f"peer metadata names {name} but its NIXL agent is {added}")
+                raise HandoffError(common_pb2.PEER_GONE, f"peer metadata names {name} but its NIXL agent is {added}")
             pages = self._prepare(name, info.pages_address, self._page_bytes, info.num_pages)
             epochs = self._prepare(name, info.epochs_address, _WORD_BYTES, info.num_pages)
         except HandoffError:
             raise
         except Exception as error:
             raise HandoffError(common_pb2.PEER_GONE, f"peer {name} cannot be reached through NIXL: {error!r}") from error
-        return _Peer(info, pages, epochs)
+        return _Peer(info, pages, epochs, self._clock())
 
     def _prepare(self, agent: str, address: int, size: int, count: int) -> Any:
         """Descriptors of `count` blocks of `size` bytes, one after another; later chosen by index."""
@@ -197,7 +217,7 @@ class NixlTransport:
         if peer is None or not peer.is_open:
             raise HandoffError(common_pb2.PEER_GONE, f"no read goes to {instance_id}: it is no open peer of {self.instance_id}")
         if not all(0 <= page < peer.info.num_pages for page in remote_pages):
-            raise HandoffError(common_pb2.INVALID, f"{instance_id} announced pages {list(remote_pages)} but has {peer.info.num_pages}")
+            raise HandoffError(common_pb2.PEER_GONE, f"{instance_id} announced pages {list(remote_pages)} but has {peer.info.num_pages}")
         local, remote = (self._local_words, peer.epochs) if of_epochs else (self._local_pages, peer.pages)
         self._ledger.started()  # before the transfer: over cma the bytes move within the call
         try:
@@ -213,6 +233,7 @@ class NixlTransport:
         read.state = state
         self._reads[self._num_reads_ever] = read
         peer.num_reads += 1
+        peer.used_at = self._clock()
         return self._num_reads_ever
 
     def _end_transfer(self, transfer: Any) -> None:
@@ -224,6 +245,12 @@ class NixlTransport:
     def _forget_if_idle(self, peer: _Peer) -> None:
         if not peer.is_open and peer.num_reads == 0:
             self._forget(peer)
+
+    def _forget_unused(self) -> None:
+        """Close every peer that nothing was said to and nothing was read from for IDLE_S; one that is back is met anew."""
+        oldest = self._clock() - IDLE_S
+        for name in [name for name, peer in list(self._peers.items()) if peer.used_at < oldest]:
+            self.close_peer(name)
 
     def _forget(self, peer: _Peer) -> None:
         name = peer.info.instance_id

@@ -109,14 +109,17 @@ def encode_peer(info: PeerInfo) -> bytes:
 
 
 def check_peer(blob: bytes, mine: Compatibility, page_bytes: int) -> PeerInfo:
-    """Decode a peer's blob; HandoffError names both sides' values when it must not be paired with this rank."""
+    """Decode a peer's blob; HandoffError names both sides' values when it must not be paired with this rank.
+
+    What is wrong with a peer is never the request's fault: PEER_GONE lets the router try another, INVALID would not.
+    """
     try:
         version, body = msgspec.msgpack.decode(blob, type=tuple[int, bytes])
         if version != WIRE_VERSION:
             raise _mismatch(f"its hand-off wire version is {version} and ours is {WIRE_VERSION}")
         info = msgspec.msgpack.decode(body, type=PeerInfo)
     except msgspec.DecodeError as error:
-        raise HandoffError(common_pb2.INVALID, f"peer metadata of {len(blob)} bytes cannot be read: {error}") from error
+        raise HandoffError(common_pb2.PEER_GONE, f"peer metadata of {len(blob)} bytes cannot be read: {error}") from error
     theirs = info.compatibility
     if theirs.fingerprint != mine.fingerprint:
         raise _mismatch(f"fingerprint is {mine.fingerprint} here and {theirs.fingerprint} there: {mine.difference(theirs)}")

@@ -43,9 +43,8 @@ class Handoffs:
             return
         named = self._kv.transport.add_peer(reader.peer)
         if named != reader.instance_id:
-            raise HandoffError(
-                common_pb2.INVALID, f"the reader is instance {reader.instance_id} but its metadata is of {named}; register that rank again"
-            )
+            message = f"the reader is instance {reader.instance_id} but its metadata is of {named}; register that rank again"
+            raise HandoffError(common_pb2.PEER_GONE, message)
         if before is not None and before != named:
             self._kv.transport.close_peer(before)
         self._instances[slot] = named

@@ -1,6 +1,7 @@
 """From claim to READY: what is pulled, in which order, and how everything that goes wrong ends."""
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from proto.baton.v1 import common_pb2
@@ -340,3 +341,12 @@ def test_done_is_sent_once(rig: Rig) -> None:
     rig.start(PROMPT, greedy(2), handle=1)
     rig.run()
     assert sum(isinstance(message, Done) for message in told) == 1
+
+
+@pytest.mark.parametrize(("change", "words"), [({"peer": b"x"}, "cannot be read"), ({"instance_id": "0123"}, "0123")])
+def test_unusable_holder_is_no_fault_of_the_request(rig: Rig, change: dict[str, object], words: str) -> None:
+    """PEER_GONE, so that the router tries another holder."""
+    spec = rig.spec(PROMPT, greedy(3))
+    rig.submit(msgspec.structs.replace(spec, source=msgspec.structs.replace(spec.source, **change)), 1)
+    end = rig.end(1)
+    assert isinstance(end, Failed) and end.reason == common_pb2.PEER_GONE and words in end.message

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from proto.baton.v1 import common_pb2
+from services.kv.memory import KvMemory
 from services.kv.messages import HandoffState, RequestKey
+from services.kv.nixl_transport import IDLE_S, NixlTransport
 from services.kv.pages import Holder, HolderKind
 from services.kv.pull import PullState
 from services.kv.rank_kv import RankKv, open_rank_kv
@@ -142,8 +144,9 @@ def test_pages_arrive_bit_exact_and_every_byte_is_counted(two):
 @pytest.mark.parametrize("two", ["default"], indirect=True)
 def test_a_page_that_the_peer_does_not_have_is_never_read(two):
     for page in (-1, NUM_PAGES):
-        with pytest.raises(HandoffError, match=f"but has {NUM_PAGES}"):
+        with pytest.raises(HandoffError, match=f"but has {NUM_PAGES}") as refused:
             two.kv.transport.read_pages(two.peer, [0, page], [0, 1])
+        assert refused.value.reason == common_pb2.PEER_GONE
     assert two.kv.transport.stats.num_bytes == 0
 
 
@@ -195,3 +198,23 @@ def test_unusable_ucx_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "no_such_transport")
     with pytest.raises(ConfigError, match="UCX_TLS=no_such_transport"):
         open_rank_kv(layout=SMALL, num_pages=2, transport="nixl", compatibility=compatible(SMALL))
+
+
+def test_peers_that_nobody_speaks_of_are_forgotten() -> None:
+    """Incarnations that are gone do not pile up; one in use stays, one that is back is met anew."""
+    now = 0.0
+    memories = [KvMemory(SMALL, 2) for _ in range(8)]
+    ours = NixlTransport("ours", memories[0], compatible(SMALL), lambda: now)
+    others = [NixlTransport(f"other-{i}", memory, compatible(SMALL)) for i, memory in enumerate(memories[1:])]
+    for number, other in enumerate(others):
+        now = number * IDLE_S / 2
+        ours.add_peer(other.metadata())
+        assert ours.has_peer("other-0") and ours.num_peers == min(number + 1, 4), number  # it and the last 3
+    assert not ours.has_peer("other-1") and not ours.notify("other-1", b"x")
+    assert ours.add_peer(others[1].metadata()) == "other-1" and ours.notify("other-1", b"x")
+    now += 2 * IDLE_S
+    assert ours.notify("other-1", b"x")
+    ours.add_peer(others[2].metadata())
+    assert ours.num_peers == 2
+    for each in (ours, *others):
+        each.close()

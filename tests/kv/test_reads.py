@@ -226,10 +226,10 @@ def test_b55_a_peer_that_differs_is_refused_with_both_values(pair):
     )
     with pytest.raises(HandoffError, match=r"64 there"):
         pair.reader.transport.add_peer(encode_peer(short))
-    for blob in (b"", b"\x00", encode_peer(short)[:-4]):
-        with pytest.raises(HandoffError) as refused:
+    for blob in (b"", b"\x00", encode_peer(short)[:-4], encode_peer(short).replace(b"short", b"\xff" * 5)):
+        with pytest.raises(HandoffError, match="cannot be read") as refused:
             pair.reader.transport.add_peer(blob)
-        assert refused.value.reason == common_pb2.INVALID
+        assert refused.value.reason == common_pb2.PEER_GONE, "a peer's fault: the request is tried with another one"
 
 
 def test_b55_another_wire_version_is_told_apart_before_its_fields_are_read(pair):

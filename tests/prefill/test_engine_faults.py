@@ -199,7 +199,7 @@ def test_metadata_of_another_instance_is_refused(rig: Rig):
     rig.run(num_tokens=10)
     rig.turn()
     [failed] = rig.events()
-    assert isinstance(failed, RunFailed) and failed.reason == common_pb2.INVALID and "0123" in failed.message
+    assert isinstance(failed, RunFailed) and failed.reason == common_pb2.PEER_GONE and "0123" in failed.message
 
 
 def test_a_newer_incarnation_of_a_reader_replaces_the_older(rig: Rig):
