@@ -1,5 +1,6 @@
 """Front of a decode pool: `baton.v1.Decode`, whose sessions become commands to the ranks and events back into replies."""
 import asyncio
+import contextlib
 import itertools
 import logging
 import sys
@@ -65,9 +66,24 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         session = self._sessions.get(event.session)
         if session is None or not (isinstance(event, StepOut) or event.handle in session.requests):
             return
-        session.push(wire.to_reply(event, session.requests))
+        try:
+            reply = wire.to_reply(event, session.requests)
+        except Exception as error:
+            logger.exception("an engine's %s is no reply", type(event).__name__)
+            self._fail_unsendable(session, event, error)
+            return
+        session.push(reply)
         if isinstance(event, Finished | Failed):
             del session.requests[event.handle]
+
+    def _fail_unsendable(self, session: RouterSession, event: RequestEvent, error: Exception) -> None:
+        """Fail the requests that an event names, at the engine too, and nothing else."""
+        for handle in event.handles if isinstance(event, StepOut) else [event.handle]:
+            if handle in session.requests:
+                if not isinstance(event, Finished | Failed):
+                    with contextlib.suppress(EngineError):  # it reads no more commands: its supervisor is about to end it
+                        session.rank.send(Cancel(session.number, handle, common_pb2.INTERNAL))
+                self._fail(session, handle, common_pb2.INTERNAL, f"the engine's {type(event).__name__} cannot be sent: {error}")
 
     def on_down(self, rank: RankProcess, instance_id: str) -> None:
         """See PoolService."""
@@ -133,7 +149,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 self._submit(session, request.submit)
             case "cancel":
                 if session.requests.pop(request.cancel.handle, None) is not None:
-                    session.rank.send(Cancel(session.number, request.cancel.handle, request.cancel.reason))
+                    session.rank.send(Cancel(session.number, request.cancel.handle, wire.to_reason(request.cancel.reason)))
             case "move":  # the request ends here on both sides, so that router and engine agree on who owns it
                 if request.move.handle in session.requests:
                     session.rank.send(Cancel(session.number, request.move.handle, common_pb2.INTERNAL))
@@ -155,7 +171,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._fail(session, handle, common_pb2.FINGERPRINT_MISMATCH, text)
         else:
             try:
-                session.rank.send(wire.to_submit(session.number, message))
+                session.rank.send(wire.to_submit(session.number, message, up.vocab_size))
             except InvalidRequest as error:
                 self._fail(session, handle, common_pb2.INVALID, str(error))
             except EngineError as error:

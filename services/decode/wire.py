@@ -1,29 +1,35 @@
-"""Between `baton.v1.Decode`'s messages and the commands and events of the engines: pure conversion."""
+"""Between `baton.v1.Decode`'s messages and the commands and events of the engines: pure conversion.
+
+Enums of the wire are open: a value that this release does not know is passed on as the number it is.
+"""
 import math
 from collections.abc import Mapping
+from typing import cast
 
 from proto.baton.v1 import common_pb2, decode_pb2
 from services.decode.messages import Claimed, Failed, Finished, FirstToken, Ready, RequestEvent, StepOut, Submit
 from services.decode.request import HolderRank, RequestSpec
 from services.kv.messages import RequestKey
-from services.model.params import SamplingParams
+from services.model.params import SamplingParams, check_params, check_token_ids
 from services.runtime.errors import InvalidRequest
 
 
-def to_submit(session: int, message: decode_pb2.Submit) -> Submit:
+def to_submit(session: int, message: decode_pb2.Submit, vocab_size: int) -> Submit:
     """Raises InvalidRequest for what no router of this version sends."""
-    prompt, num_tokens = message.prompt, len(message.prompt.token_ids)
+    prompt, params, num_tokens = message.prompt, to_params(message.sampling), len(message.prompt.token_ids)
     if not num_tokens or prompt.num_output_tokens >= num_tokens:
         raise InvalidRequest("prompt.num_output_tokens", prompt.num_output_tokens, f"it must leave a prompt in the {num_tokens} token ids")
     if message.sampling.grammar:
         raise InvalidRequest("sampling.grammar", f"{len(message.sampling.grammar)} bytes", "grammars are not supported; leave it empty")
+    check_token_ids("prompt.token_ids", prompt.token_ids, vocab_size)
+    check_params(params, vocab_size)
     holder = message.holder
     spec = RequestSpec(
         key=RequestKey(message.key.request_id, message.key.choice, message.key.attempt),
         token_ids=list(prompt.token_ids),
         num_output_tokens=prompt.num_output_tokens,
         salt=prompt.salt,
-        params=to_params(message.sampling),
+        params=params,
         source=HolderRank(holder.instance_id, holder.pool_address, holder.rank, holder.peer),
         num_preemptions=message.num_preemptions,
         timeout_s=message.deadline_us / 1e6,
@@ -41,8 +47,13 @@ def to_params(sampling: common_pb2.Sampling) -> SamplingParams:
     )
 
 
+def to_reason(said: int) -> int:
+    """Reason of a router's Cancel: one that this release does not know is a cancel like any other."""
+    return said if said in common_pb2.Reason.values() and said != common_pb2.REASON_UNSPECIFIED else common_pb2.CANCELLED
+
+
 def to_reply(event: RequestEvent, attempts: Mapping[int, int]) -> decode_pb2.SessionReply:
-    """`attempts` by handle; the sequence number is the session's to set."""
+    """`attempts` by handle; the sequence number is the session's to set. Raises ValueError or TypeError for what no field holds."""
     if isinstance(event, StepOut):
         return decode_pb2.SessionReply(step=_to_step(event, attempts))
     handle, attempt = event.handle, attempts.get(event.handle, 0)
@@ -53,7 +64,7 @@ def to_reply(event: RequestEvent, attempts: Mapping[int, int]) -> decode_pb2.Ses
             return decode_pb2.SessionReply(ready=_to_ready(event, attempt))
         case Finished():
             return decode_pb2.SessionReply(finished=decode_pb2.RequestFinished(
-                handle=handle, attempt=attempt, reason=common_pb2.FinishReason.Name(event.reason),
+                handle=handle, attempt=attempt, reason=cast(common_pb2.FinishReason, event.reason),
                 num_output_tokens=event.num_output_tokens, stop_token_id=event.stop_token_id, decode_us=event.decode_us,
             ))
         case Failed():
@@ -62,8 +73,8 @@ def to_reply(event: RequestEvent, attempts: Mapping[int, int]) -> decode_pb2.Ses
 
 def failed(handle: int, attempt: int, reason: int, message: str) -> decode_pb2.SessionReply:
     """RequestFailed as a reply; `reason` is a value of `baton.v1.Reason`."""
-    name = common_pb2.Reason.Name(reason)
-    return decode_pb2.SessionReply(failed=decode_pb2.RequestFailed(handle=handle, attempt=attempt, reason=name, message=message))
+    said = cast(common_pb2.Reason, reason)
+    return decode_pb2.SessionReply(failed=decode_pb2.RequestFailed(handle=handle, attempt=attempt, reason=said, message=message))
 
 
 def _to_ready(event: Ready, attempt: int) -> decode_pb2.Ready:

@@ -5,6 +5,7 @@ Cancelling the call (or its deadline passing) cancels the request; after the rep
 """
 import asyncio
 import contextlib
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import grpc.aio
 from proto.baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.kv.messages import RequestKey
 from services.prefill import messages
-from services.prefill.messages import Cancel, Event, LeaseOver, RequestEvent, RunDone
+from services.prefill.messages import Cancel, Event, LeaseOver, RequestEvent, RunDone, RunFailed
 from services.prefill.wire import check_form, refused, to_reply, to_run
 from services.runtime.config import argument_parser, load_config
 from services.runtime.errors import EngineError, HandoffError, InvalidRequest
@@ -25,6 +26,8 @@ from services.runtime.supervisor import RankProcess
 from services.runtime.telemetry import setup_logging
 
 SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
+
+logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillReply]
 
@@ -67,7 +70,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if isinstance(event, RunDone) and event.leased:
             self._leased[event.key] = running.instance_id
         if not running.outcome.done():
-            running.outcome.set_result(to_reply(event) if isinstance(event, RunDone) else refused(event.reason, event.message))
+            running.outcome.set_result(_reply(event))
 
     def on_down(self, rank: RankProcess, instance_id: str) -> None:
         """See PoolService."""
@@ -146,6 +149,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if rank.up is not None and rank.up.instance_id == running.instance_id:
             with contextlib.suppress(EngineError):  # it reads no more commands: its supervisor is about to end it
                 rank.send(Cancel(key, reason, message))
+
+
+def _reply(event: RunDone | RunFailed) -> prefill_pb2.PrefillReply:
+    """The engine's answer; one that no reply can hold fails its own request and nothing else. Its lease ends with the reader's claim."""
+    try:
+        return to_reply(event)
+    except Exception as error:
+        logger.exception("an engine's answer to %s is no reply", event.key, extra={"request_id": event.key.request_id})
+        return refused(common_pb2.INTERNAL, f"the engine's {type(event).__name__} cannot be sent: {error}")
 
 
 def main() -> None:

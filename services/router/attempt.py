@@ -25,13 +25,17 @@ _REASONS: dict[grpc.StatusCode, common_pb2.Reason] = {
 
 
 class Failure(Exception):
-    """The attempt is over without the request's end; `role` = "prefill" or "decode", the side that failed."""
+    """The attempt is over without the request's end; `role` = "prefill" or "decode", the side that failed.
 
-    def __init__(self, role: str, reason: common_pb2.Reason, message: str) -> None:
+    `is_told`: that side says so itself; otherwise the router could not reach it.
+    """
+
+    def __init__(self, role: str, reason: common_pb2.Reason, message: str, *, is_told: bool = True) -> None:
         name = common_pb2.Reason.Name(reason) if reason in common_pb2.Reason.values() else f"reason {reason}"  # a newer peer's
         super().__init__(f"{role}: {name}: {message}")
         self.role = role
         self.reason = reason
+        self.is_told = is_told
 
 
 class Attempt:
@@ -120,7 +124,9 @@ class Attempt:
     def _on_ready(self, ready: decode_pb2.Ready) -> None:
         self._is_ready = True
         self._record.ready(ready)
+        self._pair.prefill.cool_down.succeeded()
         if self._pair.decode is not None:
+            self._pair.decode.cool_down.succeeded()
             self._index.keep(self._pair.decode.instance_id, self._request.digests)
         self._output.accept_one(ready.position, ready.first_token)
 
@@ -136,6 +142,7 @@ class Attempt:
         first = reply.first_tokens[0]
         self._output.accept_one(self._num_replayed, first.token)
         if first.finish_reason:
+            self._pair.prefill.cool_down.succeeded()  # else `ready` says whether its pages can be had
             self._output.end(Ending(first.finish_reason, first.token.id if first.finish_reason == common_pb2.STOP else None))
         elif self._pair.decode is None and self._output.ending is None:
             raise Failure("prefill", common_pb2.INTERNAL, "its token was to be the last one but is not")
@@ -146,12 +153,12 @@ class Attempt:
             self._drop_prefill()
         else:
             self._drop_handle()
-        self._fail(role, event.reason or common_pb2.INTERNAL, event.message)
+        self._fail(role, event.reason or common_pb2.INTERNAL, event.message, is_told=not isinstance(event, RankFailed))
 
-    def _fail(self, role: str, reason: common_pb2.Reason, message: str) -> None:
+    def _fail(self, role: str, reason: common_pb2.Reason, message: str, *, is_told: bool = True) -> None:
         """A side failed: no failure of the attempt when the request has all that it needed of it."""
         if self._output.ending is None and not (role == "prefill" and self._is_ready):
-            raise Failure(role, reason, message)
+            raise Failure(role, reason, message, is_told=is_told)
 
     def _after(self) -> None:
         """What follows from the state rather than from one event."""

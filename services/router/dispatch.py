@@ -36,7 +36,7 @@ Write = Callable[[generation_pb2.GenerateReply], Awaitable[None]]
 
 # nobody's fault: no retry is spent
 _FREE = frozenset({common_pb2.PREEMPTED, common_pb2.STALE_INSTANCE, common_pb2.DRAINING, common_pb2.REPLACED})
-# told by decode, but either side may be the broken one
+# told by one side of a hand-off, but either may be the broken one
 _BOTH = frozenset({common_pb2.PEER_GONE, common_pb2.READ_FAILED, common_pb2.READ_DEADLINE})
 # the same ranks may do better
 _NOBODY = frozenset({common_pb2.PREEMPTED, common_pb2.EPOCH_MISMATCH, common_pb2.LEASE_EXPIRED})
@@ -201,16 +201,23 @@ class _Life:
                        extra={"request_id": self._request.request_id})
         if failure.reason == common_pb2.PREEMPTED:
             self._num_preemptions += 1
+        self._blame(failure, pair)
         is_hopeless = failure.reason in (common_pb2.INVALID, common_pb2.DEADLINE)
         if is_hopeless or (not is_free and self._record.num_retries >= self._section.retries):
             raise _final_error(failure, self._request.request_id)
-        failed = pair.prefill if failure.role == "prefill" else pair.decode
-        broken = (pair.prefill, pair.decode) if failure.reason in _BOTH and failure.role == "decode" else (failed,)
-        if failure.reason not in _NOBODY:
-            self._avoid.update(state.instance_id for state in broken if state is not None)
         self._record.num_retries += not is_free
         if self._num_attempts > 1 and failure.reason != common_pb2.PREEMPTED:
             await asyncio.sleep(min(_BACKOFF_S * 2 ** min(self._num_attempts - 2, 5), self._time_left()))
+
+    def _blame(self, failure: Failure, pair: Pair) -> None:
+        """This request avoids whoever may have failed it; a rank that cannot be reached, by us or by its peer, is left alone by all."""
+        failed, other = (pair.prefill, pair.decode) if failure.role == "prefill" else (pair.decode, pair.prefill)
+        broken = (failed, other) if failure.reason in _BOTH and failure.is_told else (failed,)
+        if failure.reason not in _NOBODY:
+            self._avoid.update(state.instance_id for state in broken if state is not None)
+        gone = other if failure.is_told else failed
+        if failure.reason == common_pb2.PEER_GONE and gone is not None:
+            gone.cool_down.failed(time.monotonic())
 
     def _time_left(self) -> float:
         return float("inf") if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)

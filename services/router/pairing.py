@@ -40,7 +40,7 @@ def choose_pair(pool: Pool, need: Need) -> Pair:
     if need.has_decode:
         views = [
             DecodeView(state.instance_id, state.group, index.num_hit_tokens(state.instance_id, need.digests, now),
-                       state.num_tokens, state.num_requests, state.max_running)
+                       state.num_tokens, state.num_requests, state.max_running, state.cool_down.is_on(now))
             for state in _prefer(decodes, need.avoid)
         ]
         choice = choose_decode(views, need.num_prompt_tokens, draw)
@@ -50,7 +50,8 @@ def choose_pair(pool: Pool, need: Need) -> Pair:
     hits = {state.instance_id: index.num_hit_tokens(state.instance_id, need.digests, now) for state in prefills}
     candidates = _prefer(prefills, need.avoid)
     choice = choose_prefill(
-        [PrefillView(state.instance_id, hits[state.instance_id], state.num_tokens) for state in candidates], need.num_prompt_tokens, draw
+        [PrefillView(state.instance_id, hits[state.instance_id], state.num_tokens, state.cool_down.is_on(now)) for state in candidates],
+        need.num_prompt_tokens, draw,
     )
     prefill = next(state for state in prefills if state.instance_id == choice.instance_id)
     return Pair(prefill, decode, need.num_prompt_tokens - hits[prefill.instance_id], f"prefill: {choice.reason}; {reason}")

@@ -5,11 +5,13 @@ All of it is rebuilt from what fronts say when they join: a router holds nothing
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterable
 
 import grpc.aio
 
 from proto.baton.v1 import common_pb2, prefill_pb2_grpc, registry_pb2
+from services.router.policy import CoolDown
 from services.router.prefix_index import PrefixIndex
 from services.router.session import Session
 from services.router.validate import Limits
@@ -19,6 +21,7 @@ from services.runtime.serve import WIRE_VERSION, open_channel
 logger = logging.getLogger(__name__)
 
 ROLES = ("prefill", "decode")
+_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 _MAX_INDEX_PAGES = 65536  # of a rank that does not say how many pages it has
 
 
@@ -37,6 +40,7 @@ class RankState:
         self.prefill = prefill_pb2_grpc.PrefillStub(channel) if rank.role == "prefill" else None
         self.session: Session | None = None  # decode only
         self.is_leaving = False
+        self.cool_down = CoolDown()
         self._load = registry_pb2.Load()
         self._num_own_tokens = 0  # in flight there from this router
         self._num_own_requests = 0
@@ -200,8 +204,13 @@ def _check(member: registry_pb2.Member) -> None:
         raise InvalidRequest("wire_version", member.wire_version, f"this router speaks {WIRE_VERSION}; run the same release everywhere")
     if member.role not in ROLES:
         raise InvalidRequest("role", member.role, f"it must be one of {', '.join(ROLES)}")
+    if not member.front_id:
+        raise InvalidRequest("front_id", "", "every front has an id of its own")
     if member.tp > 1:
         raise InvalidRequest("tp", member.tp, "this router pairs ranks of tp 1 only")
     for rank in member.ranks:
         if rank.role != member.role or not rank.instance_id:
             raise InvalidRequest("ranks", f"{rank.role} {rank.instance_id!r}", f"each has an id and the front's role {member.role}")
+        address = _ADDRESS.fullmatch(rank.pool_address)
+        if address is None or not 0 < int(address[2]) < 2**16:
+            raise InvalidRequest("pool_address", rank.pool_address[:80], "it must be host:port, where the router can dial the front")

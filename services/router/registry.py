@@ -21,16 +21,20 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
     async def Join(
         self, request_iterator: AsyncIterator[registry_pb2.MemberUpdate], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[registry_pb2.RegistryUpdate]:
-        front_id, stream = "", object()
+        front_id, role, stream = "", "", object()
         try:
             async for update in request_iterator:
                 kind = update.WhichOneof("update")
                 if kind == "member":
+                    said = update.member.front_id, update.member.role
+                    if front_id and said != (front_id, role):
+                        limit = f"this stream speaks for {front_id!r} of role {role}; another front has a stream of its own"
+                        raise InvalidRequest("front_id and role", said, limit)
                     self._pool.join(update.member)
                     if not front_id:
                         welcome = registry_pb2.Welcome(router_id=self._pool.router_id, wire_version=WIRE_VERSION)
                         yield registry_pb2.RegistryUpdate(welcome=welcome)
-                    front_id = update.member.front_id
+                    front_id, role = said
                     self._streams[front_id] = stream
                 elif not front_id:
                     raise InvalidRequest("update", kind, "the first message of Join must be member")

@@ -5,28 +5,23 @@ exactly one BOS, and nothing that a client writes in them becomes a control toke
 is unset gets its default, one that is zero is zero.
 """
 
-import math
 import secrets
 import uuid
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from proto.baton.v1 import generation_pb2
 from services.kv.hash import page_digests
-from services.model.params import SamplingParams
+from services.model.params import SamplingParams, check_params, check_token_ids
 from services.router.chat import ChatTemplate, Message
 from services.router.tokenizer import Tokenizer
 from services.runtime.errors import InvalidRequest
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_STOP_IDS = 64
-MAX_LOGPROBS = 20
 MAX_NAME_CHARACTERS = 256
-MAX_TEMPERATURE = 100.0
-MIN_TEMPERATURE = 1e-3  # below it, other than 0, logits / temperature leaves fp32
 
 
 class Limits(NamedTuple):
@@ -105,9 +100,7 @@ def _prompt(
         raise InvalidRequest(kind, ids, "the prompt must not be empty")
     if len(ids) + 1 > limits.max_model_len:
         raise InvalidRequest(kind, f"{len(ids)} tokens", f"prompt and one output token must fit max_model_len {limits.max_model_len}")
-    if max(ids) >= limits.vocab_size:
-        at = next(i for i, token_id in enumerate(ids) if token_id >= limits.vocab_size)
-        raise InvalidRequest(f"{kind}[{at}]", ids[at], f"token ids must be below vocab_size {limits.vocab_size}")
+    check_token_ids(kind, ids, limits.vocab_size)
     return ids
 
 
@@ -126,63 +119,32 @@ def _chat(chat: generation_pb2.Chat, tokenizer: Tokenizer, limits: Limits, templ
 
 
 def _sampling(message: generation_pb2.GenerateRequest, limits: Limits, room: int) -> SamplingParams:
-    max_tokens = _integer(message, "max_tokens", room, 1)
-    min_tokens = _integer(message, "min_tokens", 0, 0)
-    if min_tokens > max_tokens and message.HasField("max_tokens"):
-        raise InvalidRequest("min_tokens", min_tokens, f"it must not be above max_tokens {max_tokens}")
-    temperature = _number(message, "temperature", 1.0, 0.0, MAX_TEMPERATURE)
-    if 0.0 < temperature < MIN_TEMPERATURE:
-        raise InvalidRequest("temperature", temperature, f"it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
-    top_p = _number(message, "top_p", 1.0, 0.0, 1.0)
-    repetition_penalty = _number(message, "repetition_penalty", 1.0, 0.0, 100.0)
-    for field, value in (("top_p", top_p), ("repetition_penalty", repetition_penalty)):
-        if value == 0.0:
-            raise InvalidRequest(field, value, "it must be above 0")
-    return SamplingParams(
-        max_tokens=min(max_tokens, room),
-        min_tokens=min(min_tokens, max_tokens, room),
-        temperature=temperature,
-        top_k=min(_integer(message, "top_k", 0, 0), limits.vocab_size),
-        top_p=top_p,
-        min_p=_number(message, "min_p", 0.0, 0.0, 1.0),
-        frequency_penalty=_number(message, "frequency_penalty", 0.0, -2.0, 2.0),
-        presence_penalty=_number(message, "presence_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=repetition_penalty,
-        stop_token_ids=_stop_token_ids(message, limits),
+    """Every field filled in, checked as the client said it, then cut to what fits; `room` = output tokens up to max_model_len."""
+    def given(field: str, default: Any) -> Any:
+        return getattr(message, field) if message.HasField(field) else default
+
+    if message.HasField("logprobs") and message.logprobs < 0:  # -1 is our own word for none
+        raise InvalidRequest("logprobs", message.logprobs, "it must be at least 0")
+    max_tokens, min_tokens = given("max_tokens", room), given("min_tokens", 0)
+    asked = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens if message.HasField("max_tokens") else min(min_tokens, room),
+        temperature=given("temperature", 1.0),
+        top_k=given("top_k", 0),
+        top_p=given("top_p", 1.0),
+        min_p=given("min_p", 0.0),
+        frequency_penalty=given("frequency_penalty", 0.0),
+        presence_penalty=given("presence_penalty", 0.0),
+        repetition_penalty=given("repetition_penalty", 1.0),
+        stop_token_ids=tuple(dict.fromkeys(message.stop_token_ids)),
         ignore_eos=message.ignore_eos,
         seed=message.seed if message.HasField("seed") else secrets.randbits(64),
-        logprobs=_integer(message, "logprobs", 0, 0, MAX_LOGPROBS) if message.HasField("logprobs") else -1,
+        logprobs=given("logprobs", -1),
     )
-
-
-def _integer(message: generation_pb2.GenerateRequest, field: str, default: int, low: int, high: int | None = None) -> int:
-    if not message.HasField(field):
-        return default
-    value: int = getattr(message, field)
-    if value < low:
-        raise InvalidRequest(field, value, f"it must be at least {low}")
-    if high is not None and value > high:
-        raise InvalidRequest(field, value, f"it must be at most {high}")
-    return value
-
-
-def _number(message: generation_pb2.GenerateRequest, field: str, default: float, low: float, high: float) -> float:
-    if not message.HasField(field):
-        return default
-    value: float = getattr(message, field)
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidRequest(field, value, f"it must be a number from {low:g} to {high:g}")
-    return value
-
-
-def _stop_token_ids(message: generation_pb2.GenerateRequest, limits: Limits) -> tuple[int, ...]:
-    ids = tuple(dict.fromkeys(message.stop_token_ids))
-    if len(ids) > MAX_STOP_IDS:
-        raise InvalidRequest("stop_token_ids", f"{len(ids)} ids", f"at most {MAX_STOP_IDS} are allowed")
-    for token_id in ids:
-        if token_id >= limits.vocab_size:
-            raise InvalidRequest("stop_token_ids", token_id, f"token ids must be below vocab_size {limits.vocab_size}")
-    return ids
+    check_params(asked, limits.vocab_size)
+    return msgspec.structs.replace(
+        asked, max_tokens=min(asked.max_tokens, room), min_tokens=min(asked.min_tokens, room), top_k=min(asked.top_k, limits.vocab_size)
+    )
 
 
 def _stops(message: generation_pb2.GenerateRequest) -> tuple[str, ...]:

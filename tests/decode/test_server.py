@@ -1,7 +1,7 @@
 """The front's side: sessions over real gRPC, ranks replaced by a list of commands."""
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -81,6 +81,10 @@ async def running() -> AsyncIterator[Rig]:
         while service.num_sessions:
             await asyncio.sleep(0.001)
     assert service.num_active() == 0
+
+
+def sampling(**fields: object) -> common_pb2.Sampling:
+    return common_pb2.Sampling(**({"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 9, "logprobs": -1} | fields))
 
 
 def submit(handle: int = 1, **fields: object) -> decode_pb2.SessionRequest:
@@ -258,6 +262,10 @@ async def test_drain_refuses_new_requests_and_keeps_old_ones(rig: Rig) -> None:
     ({"prompt": common_pb2.Prompt()}, common_pb2.INVALID, ["num_output_tokens"]),
     ({"prompt": common_pb2.Prompt(token_ids=[1], num_output_tokens=1)}, common_pb2.INVALID, ["num_output_tokens"]),
     ({"sampling": common_pb2.Sampling(grammar=b"x", max_tokens=3)}, common_pb2.INVALID, ["grammar"]),
+    ({"sampling": sampling(stop_token_ids=[5, 4_000_000_000])}, common_pb2.INVALID, ["stop_token_ids is 4000000000", "260"]),
+    ({"sampling": sampling(temperature=math.nan)}, common_pb2.INVALID, ["temperature is nan"]),
+    ({"sampling": sampling(logprobs=100_000)}, common_pb2.INVALID, ["logprobs is 100000", "20"]),
+    ({"prompt": common_pb2.Prompt(token_ids=[1, 260])}, common_pb2.INVALID, ["prompt.token_ids[1] is 260", "vocab_size 260"]),
 ])
 async def test_refusals_are_typed(rig: Rig, fields: dict[str, object], reason: int, words: list[str]) -> None:
     call = await rig.opened()
@@ -296,3 +304,59 @@ async def test_router_that_reads_nothing_loses_its_session(rig: Rig, monkeypatch
         await call.read()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert isinstance((await rig.commands(2))[1], SessionLost)
+
+
+@pytest.mark.parametrize("event", [
+    lambda number: Failed(number, 1, 999, "from a newer peer"), lambda number: Finished(number, 1, 77, 9, 0, 1),
+])
+async def test_an_enum_value_of_a_newer_release_is_passed_on(rig: Rig, event: Callable[[int], object]) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    (submitted,) = await rig.commands(1)
+    rig.emit(event(submitted.session))
+    reply = await call.read()
+    assert reply.failed.reason == 999 or reply.finished.reason == 77
+    call.cancel()
+
+
+def step_of(number: int, handle: int, **changes: object) -> StepOut:
+    columns = {"handles": [handle], "first_index": [2], "num_tokens": [1], "token_ids": [5], "logprobs": [], "top_ids": []}
+    return StepOut(session=number, step_us=1, top_logprobs=[], **(columns | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("event", "is_end"), [
+    (lambda number: Failed(number, 1, 2**40, "no enum holds this"), True),
+    (lambda number: Finished(number, 1, common_pb2.STOP, -1, 0, 1), True),
+    (lambda number: Claimed(number, 1, -1), False),
+    (lambda number: step_of(number, 1, token_ids=[-1]), False),
+    (lambda number: step_of(number, 1, top_ids=[[1]]), False),
+])
+async def test_an_event_that_is_no_reply_fails_its_request_alone(rig: Rig, event: Callable[[int], object], is_end: bool) -> None:
+    """And the engine hears of it, unless the request is over there."""
+    call = await rig.opened()
+    await call.write(submit(1))
+    await call.write(submit(2))
+    number = (await rig.commands(2))[0].session
+    rig.emit(event(number))
+    failed = (await call.read()).failed
+    assert (failed.handle, failed.attempt, failed.reason) == (1, 3, common_pb2.INTERNAL) and "cannot be sent" in failed.message
+    cancels = (await rig.commands(2 if is_end else 3))[2:]
+    assert cancels == ([] if is_end else [Cancel(number, 1, common_pb2.INTERNAL)])
+    rig.emit(step_of(number, 2), step_of(number, 1))  # what follows of the failed one is dropped with it
+    assert list((await call.read()).step.handles) == [2]
+    rig.emit(Finished(number, 2, common_pb2.LENGTH, 9, 0, 1))
+    replies = [await call.read(), await call.read()]
+    assert replies[-1].finished.handle == 2 and rig.service.num_active() == 0
+    call.cancel()
+
+
+@pytest.mark.parametrize(("said", "means"), [
+    (999, common_pb2.CANCELLED), (-5, common_pb2.CANCELLED), (0, common_pb2.CANCELLED), (common_pb2.SLOW_CLIENT, common_pb2.SLOW_CLIENT),
+])
+async def test_a_cancel_for_an_unknown_reason_is_a_cancel(rig: Rig, said: int, means: int) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    await call.write(decode_pb2.SessionRequest(cancel=decode_pb2.Cancel(handle=1, reason=said)))  # type: ignore[arg-type]
+    submitted, cancel = await rig.commands(2)
+    assert cancel == Cancel(submitted.session, 1, means)
+    call.cancel()

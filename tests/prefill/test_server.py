@@ -2,10 +2,11 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -58,7 +59,9 @@ def request(**changes: object) -> prefill_pb2.PrefillRequest:
     made = prefill_pb2.PrefillRequest(
         request_id="r", attempt=2, instance_id="i0", n=1, fingerprint="ff",
         prompt=common_pb2.Prompt(token_ids=[5, 6, 7], num_output_tokens=1, salt=b"s"),
-        sampling=common_pb2.Sampling(temperature=0.5, top_p=0.9, max_tokens=10, seed=2**64 - 1, logprobs=2, stop_token_ids=[9]),
+        sampling=common_pb2.Sampling(
+            temperature=0.5, top_p=0.9, repetition_penalty=1.0, max_tokens=10, seed=2**64 - 1, logprobs=2, stop_token_ids=[9]
+        ),
         readers=[common_pb2.Rank(instance_id="d0", role="decode", pool_address="h:1", rank=3, peer=b"blob")],
     )
     for path, value in changes.items():
@@ -114,12 +117,15 @@ async def test_an_unasked_logprob_is_nan(rig: Rig):
         ({"n": 2}, common_pb2.INVALID, "n is 2"),
         ({"prompt__token_ids": []}, common_pb2.INVALID, "0 tokens"),
         ({"prompt__token_ids": [1] * 512}, common_pb2.INVALID, "must have 1 to 511"),
-        ({"prompt__token_ids": [5, 100]}, common_pb2.INVALID, "below the vocabulary's 100"),
+        ({"prompt__token_ids": [5, 100]}, common_pb2.INVALID, "prompt.token_ids[1] is 100 but token ids must be below vocab_size 100"),
         ({"prompt__num_output_tokens": 3}, common_pb2.INVALID, "num_output_tokens is 3"),
         ({"sampling__max_tokens": 1}, common_pb2.INVALID, "max_tokens (1)"),
         ({"sampling__grammar": b"g"}, common_pb2.INVALID, "grammar"),
         ({"prompt__token_ids": [1] * 257}, common_pb2.TOO_LARGE, "257 tokens do not fit this rank's 4 pages"),
         ({"readers": [common_pb2.Rank(), common_pb2.Rank()]}, common_pb2.INVALID, "readers is 2"),
+        ({"sampling__stop_token_ids": [5, 4_000_000_000]}, common_pb2.INVALID, "stop_token_ids is 4000000000"),
+        ({"sampling__temperature": math.nan}, common_pb2.INVALID, "temperature is nan"),
+        ({"sampling__logprobs": 100_000}, common_pb2.INVALID, "logprobs is 100000"),
     ],
 )
 async def test_refusals_are_outcomes_with_a_reason(rig: Rig, changes: dict[str, object], reason: int, says: str):
@@ -213,3 +219,32 @@ async def test_redirect_says_that_it_does_not_exist(rig: Rig):
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await rig.stub.Redirect(prefill_pb2.RedirectRequest())
     assert error.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("event", [
+    lambda key: RunFailed(key, 999, "from a newer peer"),
+    lambda key: msgspec.structs.replace(done(key), finish_reason=77),
+])
+async def test_an_enum_value_of_a_newer_release_is_passed_on(rig: Rig, event: Callable[[RequestKey], RunDone | RunFailed]):
+    call = rig.stub.Run(request())
+    run = await rig.rank.sent.get()
+    rig.emit(event(run.key))
+    reply = await call
+    assert reply.outcome.reason == 999 or reply.first_tokens[0].finish_reason == 77
+
+
+@pytest.mark.parametrize("event", [
+    lambda key: RunFailed(key, 2**40, "no enum holds this"),
+    lambda key: msgspec.structs.replace(done(key, leased=False), finish_reason=-(2**40)),
+    lambda key: msgspec.structs.replace(done(key, leased=False), token_id=-1),
+    lambda key: msgspec.structs.replace(done(key, leased=False), top_logprobs=("x",)),
+    lambda key: msgspec.structs.replace(done(key, leased=False), queue_us=-1),
+])
+async def test_an_event_that_is_no_reply_fails_its_request_alone(rig: Rig, event: Callable[[RequestKey], RunDone | RunFailed]):
+    bad, good = rig.stub.Run(request()), rig.stub.Run(request(request_id="good", readers=[]))
+    keys = {run.key.request_id: run.key for run in [await rig.rank.sent.get(), await rig.rank.sent.get()]}
+    rig.emit(event(keys["r"]))
+    reply = await bad
+    assert not reply.outcome.ok and reply.outcome.reason == common_pb2.INTERNAL and "cannot be sent" in reply.outcome.message
+    rig.emit(done(keys["good"], leased=False))
+    assert (await good).outcome.ok and rig.service.num_active() == 0

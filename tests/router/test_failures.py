@@ -1,14 +1,17 @@
 """What fails is tried elsewhere; what was sent is never sent again; nobody waits for somebody who is gone."""
 
 import asyncio
+import functools
+import time
 from pathlib import Path
 
 import grpc
 import pytest
 
 from proto.baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from services.router import policy
 from tests.router.byte_model import BOS, ids_of
-from tests.router.fakes import DecodeSession, FakeDecode, refusal, until
+from tests.router.fakes import DecodeSession, FakeDecode, FakePrefill, refusal, until
 from tests.router.rig import World, failing, running
 
 PROMPT = [BOS, *ids_of("hello")]
@@ -238,3 +241,75 @@ async def test_gap_in_the_sequence_breaks_the_session(tmp_path: Path) -> None:
         world.decodes[0].serve = serve
         assert (await world.generate(max_tokens=8)).token_ids == ids_of("abcdefgh")
         assert len(world.decodes[0].sessions) == 2
+
+
+def cooling(world: World) -> set[str]:
+    now = time.monotonic()
+    states = [*world.router.pool.usable("prefill"), *world.router.pool.usable("decode")]
+    return {state.instance_id for state in states if state.cool_down.is_on(now)}
+
+
+async def test_undialable_prefill_rank_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has joined but nobody listens there: it costs retries once, and not every request; a success ends that."""
+    monkeypatch.setattr(policy, "COOL_DOWN_S", 1000.0)
+    monkeypatch.setattr(policy, "MAX_COOL_DOWN_S", 1000.0)
+    async with running(tmp_path, prefills=2) as world:
+        lost, good = world.prefills
+        await lost.server.stop(0)
+        for _ in range(60):
+            assert (await world.generate(max_tokens=3)).text == "abc"
+            if cooling(world):
+                break
+        assert cooling(world) == {lost.instance_id}
+        answers = [await world.generate(max_tokens=3) for _ in range(10)]
+        assert [answer.finished.timeline.num_retries for answer in answers if answer.finished] == [0] * 10
+        await good.leave()
+        await until(lambda: world.usable("prefill") == {lost.instance_id}, "the good one leaves")
+        with failing(grpc.StatusCode.UNAVAILABLE):  # the only one there: it is tried
+            await world.generate(max_tokens=3)
+        next(iter(world.router.pool.usable("prefill"))).cool_down.succeeded()
+        assert not cooling(world)
+
+
+@pytest.mark.parametrize("teller", ["prefill", "decode"])
+async def test_rank_that_its_peers_cannot_read_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
+    """PEER_GONE from one side: the request gets another pair, the other side cools down until it serves again."""
+    monkeypatch.setattr(policy, "COOL_DOWN_S", 1000.0)
+    monkeypatch.setattr(policy, "MAX_COOL_DOWN_S", 1000.0)
+    async with running(tmp_path, prefills=2, decodes=2) as world:
+        bad_prefill, bad_decode = world.prefills[0], world.decodes[0]
+
+        async def serve(session: DecodeSession, submit: decode_pb2.Submit, decode: FakeDecode) -> None:
+            if teller == "decode" and submit.holder.instance_id == bad_prefill.instance_id:
+                session.failed(submit, common_pb2.PEER_GONE)
+            else:
+                await decode.decode(session, submit)
+
+        async def run(request: prefill_pb2.PrefillRequest, prefill: FakePrefill) -> prefill_pb2.PrefillReply:
+            if teller == "prefill" and request.readers[0].instance_id == bad_decode.instance_id:
+                return refusal(common_pb2.PEER_GONE)
+            return await prefill.reply(request)
+
+        for decode in world.decodes:
+            decode.serve = functools.partial(serve, decode=decode)
+        for prefill in world.prefills:
+            prefill.serve = functools.partial(run, prefill=prefill)
+        answers = [await world.generate(max_tokens=3) for _ in range(20)]
+        assert {answer.text for answer in answers} == {"abc"}
+        assert [answer.finished.timeline.num_retries for answer in answers if answer.finished].count(1) == 1
+        assert cooling(world) == {bad_decode.instance_id if teller == "prefill" else bad_prefill.instance_id}
+
+
+async def test_a_hundred_aborts_cool_nobody_down(tmp_path: Path) -> None:
+    """B46."""
+    async with running(tmp_path) as world:
+        world.prefills[0].serve = lambda request: asyncio.Event().wait()  # type: ignore[assignment,return-value]
+        tasks = [asyncio.create_task(world.generate(max_tokens=3)) for _ in range(100)]
+        await until(lambda: len(world.prefills[0].runs) == 100, "all are at prefill")
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await world.settle()
+        assert cooling(world) == set()
+        world.prefills[0].serve = world.prefills[0].reply
+        assert (await world.generate(max_tokens=3)).text == "abc"

@@ -2,7 +2,18 @@
 
 import random
 
-from services.router.policy import STICKY_TOKENS, DecodeView, PrefillView, choose_decode, choose_prefill
+import pytest
+
+from services.router.policy import (
+    COOL_DOWN_S,
+    MAX_COOL_DOWN_S,
+    STICKY_TOKENS,
+    CoolDown,
+    DecodeView,
+    PrefillView,
+    choose_decode,
+    choose_prefill,
+)
 from services.router.prefix_index import SPECULATIVE_S, PrefixIndex
 
 
@@ -50,6 +61,33 @@ def test_decode_keeps_the_largest_of_a_group_small() -> None:
 
 def test_full_decode_rank_comes_last() -> None:
     assert choose_decode([decode("a", 10, requests=8, full=8), decode("b", 900, requests=7, full=8)], 10, 0).instance_id == "b"
+
+
+@pytest.mark.parametrize("draw", range(3))
+def test_cooling_rank_comes_after_everybody(draw: int) -> None:
+    """Neither its prefix nor an empty queue makes up for it; alone it still serves."""
+    cooling, busy = PrefillView("a", 1000, 0, is_cooling=True), PrefillView("b", 0, 10**6)
+    assert choose_prefill([cooling, busy], 1000, draw).instance_id == "b"
+    assert choose_prefill([cooling], 1000, draw).instance_id == "a"
+    full = decode("b", 900, requests=8, full=8)
+    assert choose_decode([decode("a", 0)._replace(is_cooling=True), full], 10, draw).instance_id == "b"
+    assert choose_decode([decode("a", 0)._replace(is_cooling=True)], 10, draw).instance_id == "a"
+
+
+def test_cool_down_doubles_until_a_success() -> None:
+    cool_down, now = CoolDown(), 1000.0
+    assert not cool_down.is_on(now)
+    for i in range(8):
+        cool_down.failed(now)
+        cool_down.failed(now + 1.0)  # a request that was under way as well: the same failure
+        length = min(COOL_DOWN_S * 2**i, MAX_COOL_DOWN_S)
+        assert cool_down.is_on(now + length - 0.01) and not cool_down.is_on(now + length)
+        now += length
+    cool_down.failed(now)
+    cool_down.succeeded()
+    assert not cool_down.is_on(now)
+    cool_down.failed(now)
+    assert not cool_down.is_on(now + COOL_DOWN_S)
 
 
 def test_simulation_of_load() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -75,11 +76,16 @@ async def test_own_count_corrects_a_stale_report() -> None:
     await pool.close()
 
 
-@pytest.mark.parametrize(("change", "word"), [({"wire_version": 99}, "wire_version"), ({"role": "both"}, "role"), ({"tp": 2}, "tp")])
+@pytest.mark.parametrize(("change", "word"), [
+    ({"wire_version": 99}, "wire_version"), ({"role": "both"}, "role"), ({"tp": 2}, "tp"), ({"front_id": ""}, "front_id"),
+    *(({"pool_address": address}, "pool_address") for address in (
+        "", "host", "host:", ":1", "host:0", "host:65536", "host:99999999", "no such host:1", "host:1:2", "host:-1", "host:1\n", "[::1:5",
+    )),
+])
 async def test_unfit_members_are_refused(change: dict[str, object], word: str) -> None:
     message = member("prefill", "a")
     for name, value in change.items():
-        setattr(message, name, value)
+        setattr(message.ranks[0] if name == "pool_address" else message, name, value)
     pool = Pool("r")
     with pytest.raises(InvalidRequest, match=word):
         pool.join(message)
@@ -200,3 +206,30 @@ async def test_registry_wants_a_member_first(tmp_path: Path) -> None:
             async for _ in call:
                 pass
         assert "member" in details[0]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "prefill-0.pool.local:65535", "[::1]:50051"])
+async def test_dialable_addresses_are_taken(address: str) -> None:
+    pool = Pool("r")
+    pool.join(member("prefill", "a", address=address))
+    assert ids(pool) == {"a"}
+    await pool.close()
+
+
+@pytest.mark.parametrize("second", [
+    member("prefill", "b", front="other"), member("prefill", front="other"), member("decode", "b", front="f"),
+])
+async def test_stream_that_changes_its_front_loses_all_ranks(tmp_path: Path, second: registry_pb2.Member) -> None:
+    """One stream speaks for one front: nothing of it may outlive the stream."""
+    async def updates() -> AsyncIterator[registry_pb2.MemberUpdate]:
+        yield registry_pb2.MemberUpdate(member=member("prefill", "a", front="f"))
+        await until(lambda: world.usable("prefill") == {"a"}, "the first front joins")
+        yield registry_pb2.MemberUpdate(member=second)
+        await asyncio.Event().wait()
+
+    async with running(tmp_path, 0, 0) as world, open_channel(world.router.address) as channel:
+        with failing(grpc.StatusCode.INVALID_ARGUMENT) as details:
+            async for _ in registry_pb2_grpc.RegistryStub(channel).Join(updates()):
+                pass
+        assert "front_id" in details[0]
+        await until(lambda: not world.usable("prefill") | world.usable("decode"), "all ranks of the stream are gone")
