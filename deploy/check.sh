@@ -6,7 +6,7 @@ PY=.venv/bin/python
 
 echo "check: ruff"; .venv/bin/ruff check --quiet .
 echo "check: pyright"; .venv/bin/pyright --warnings | tail -n 30; [ "${PIPESTATUS[0]}" = 0 ]
-echo "check: import-linter"; .venv/bin/lint-imports --no-cache | tail -n 40; [ "${PIPESTATUS[0]}" = 0 ]
+echo "check: import-linter"; .venv/bin/lint-imports --no-cache --no-logo | tail -n 40; [ "${PIPESTATUS[0]}" = 0 ]
 echo "check: generated protos"
 fresh=$(mktemp -d); trap 'rm -rf "$fresh"' EXIT
 $PY -m grpc_tools.protoc -I . --python_out="$fresh" --pyi_out="$fresh" --grpc_python_out="$fresh" proto/baton/v1/*.proto

@@ -1,8 +1,10 @@
 """Front of a decode pool: `baton.v1.Decode`, whose sessions become commands to the ranks and events back into replies."""
+import argparse
 import asyncio
 import contextlib
 import itertools
 import logging
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -17,7 +19,8 @@ from services.decode.session import RouterSession
 from services.runtime.config import argument_parser, load_config
 from services.runtime.errors import BatonError, EngineError, HandoffError, InvalidRequest
 from services.runtime.front import Front
-from services.runtime.serve import WIRE_VERSION, Server, abort, run_process
+from services.runtime.process import die_with_parent, run_process
+from services.runtime.serve import WIRE_VERSION, Server, abort
 from services.runtime.supervisor import RankProcess
 from services.runtime.telemetry import setup_logging
 
@@ -187,8 +190,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             session.rank.send(SessionLost(session.number))
 
 
-async def _serve(arguments: Sequence[str], stopping: asyncio.Event) -> None:
-    parsed = argument_parser("Front of a decode pool").parse_args(arguments)
+async def _serve(arguments: Sequence[str], parsed: argparse.Namespace, stopping: asyncio.Event) -> None:
     config = load_config(parsed.config, parsed.set)
     setup_logging("decode", config.log.level)
     front = Front(
@@ -200,4 +202,6 @@ async def _serve(arguments: Sequence[str], stopping: asyncio.Event) -> None:
 
 def main() -> None:
     """Run the front until a signal, then drain."""
-    run_process(lambda stopping: _serve(sys.argv[1:], stopping))
+    parsed = argument_parser("One node's decode front: gRPC server and supervisor of its ranks").parse_args()
+    die_with_parent(signal.SIGTERM, parsed.die_with_parent)
+    run_process(lambda stopping: _serve(sys.argv[1:], parsed, stopping))

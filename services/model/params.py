@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.runtime.errors import InvalidRequest
+from services.runtime.errors import Amount, InvalidRequest
 
 SAMPLER_VERSION = 1  # part of the KV fingerprint: raised when the same params and logits would give another token; 1 = first version
 
@@ -69,7 +69,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         if value == 0.0:
             raise InvalidRequest(field, value, "it must be above 0")
     if len(params.stop_token_ids) > MAX_STOP_IDS:
-        raise InvalidRequest("stop_token_ids", f"{len(params.stop_token_ids)} ids", f"at most {MAX_STOP_IDS} are allowed")
+        raise InvalidRequest("stop_token_ids", Amount(len(params.stop_token_ids), "ids"), f"at most {MAX_STOP_IDS} are allowed")
     for token_id in params.stop_token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest("stop_token_ids", token_id, f"token ids must be below vocab_size {vocab_size}")

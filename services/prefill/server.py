@@ -6,6 +6,7 @@ Cancelling the call (or its deadline passing) cancels the request; after the rep
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from services.prefill.wire import check_form, refused, to_reply, to_run
 from services.runtime.config import argument_parser, load_config
 from services.runtime.errors import EngineError, HandoffError, InvalidRequest
 from services.runtime.front import Front
-from services.runtime.serve import Server, abort, run_process
+from services.runtime.process import die_with_parent, run_process
+from services.runtime.serve import Server, abort
 from services.runtime.supervisor import RankProcess
 from services.runtime.telemetry import setup_logging
 
@@ -163,6 +165,7 @@ def _reply(event: RunDone | RunFailed) -> prefill_pb2.PrefillReply:
 def main() -> None:
     """`python -m services.prefill`."""
     arguments = argument_parser("One node's prefill front: gRPC server and supervisor of its ranks").parse_args()
+    die_with_parent(signal.SIGTERM, arguments.die_with_parent)
 
     async def body(stopping: asyncio.Event) -> None:
         config = load_config(arguments.config, arguments.set)

@@ -46,8 +46,9 @@ def load(config: Config, rank: int) -> Loaded:
         raise ConfigError(
             f"model.max_model_len is {max_model_len} but {folder} supports {model.max_position_embeddings} tokens; lower it, or 0 for all"
         )
-    # One bar a front is enough, and none where nobody looks.
-    progress = show_progress("prefill: weights") if rank == 0 and sys.stderr.isatty() else no_progress
+    # One bar a front is enough, and none where nobody looks or where a cluster tells of the start (it takes our stdout away).
+    is_watched = sys.stdout.isatty() and sys.stderr.isatty()
+    progress = show_progress("prefill: weights") if rank == 0 and is_watched else no_progress
     forward = PrefillForward(model, load_weights(folder, model, progress))
     layout = KvLayout(
         num_layers=model.num_hidden_layers, kv_lora_rank=model.kv_lora_rank, rope_dim=model.qk_rope_head_dim, dtype=section.dtype

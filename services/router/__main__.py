@@ -1,11 +1,12 @@
 """`python -m services.router --config F`: one router process."""
 
 import asyncio
+import signal
 from pathlib import Path
 
 from services.router.server import Router
 from services.runtime.config import argument_parser, load_config
-from services.runtime.serve import run_process
+from services.runtime.process import die_with_parent, run_process
 from services.runtime.telemetry import setup_logging
 
 
@@ -14,6 +15,7 @@ def main() -> None:
     parser = argument_parser("Baton's router: clients and pool fronts connect to it.")
     parser.add_argument("--address-file", type=Path, default=None, help="where to write host:port once the router listens")
     arguments = parser.parse_args()
+    die_with_parent(signal.SIGTERM, arguments.die_with_parent)
 
     async def run(stopping: asyncio.Event) -> None:
         config = load_config(arguments.config, arguments.set)

@@ -15,7 +15,7 @@ import jinja2.meta
 
 from services.router.client_text import ClientText, Marks
 from services.router.sandbox import BoundedEnvironment
-from services.runtime.errors import CheckpointError, InvalidRequest
+from services.runtime.errors import Amount, CheckpointError, InvalidRequest
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
@@ -85,21 +85,21 @@ class ChatTemplate:
             text = self._run(variables, max_characters, max_seconds)
         except _TEMPLATE_ERRORS as error:
             reason = str(error) or type(error).__name__
-            raise InvalidRequest("chat", f"{len(messages)} messages", f"the model's chat template refuses it: {reason}") from None
+            raise InvalidRequest("chat", Amount(len(messages), "messages"), f"the model's chat template refuses it: {reason}") from None
         return Rendered(_open_end(text, marks.end) if is_continued else text, marks)
 
     def _check(self, messages: Sequence[Message], max_characters: int) -> None:
         if not messages:
             raise InvalidRequest("chat.messages", [], "it must not be empty")
         if len(messages) > MAX_MESSAGES:
-            raise InvalidRequest("chat.messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES} are allowed")
+            raise InvalidRequest("chat.messages", Amount(len(messages), "messages"), f"at most {MAX_MESSAGES} are allowed")
         for i, message in enumerate(messages):
             if message.role not in self.roles:
                 known = ", ".join(role for role in ROLES if role in self.roles)
                 raise InvalidRequest(f"chat.messages[{i}].role", message.role[:40], f"this model's chat template takes {known}")
         size = sum(len(message.content) for message in messages)
         if size > max_characters:
-            raise InvalidRequest("chat.messages", f"{size} characters", f"at most {max_characters} can fit the model's longest sequence")
+            raise InvalidRequest("chat.messages", Amount(size, "characters"), f"at most {max_characters} fit the longest sequence")
 
     def _run(self, variables: dict[str, Any], max_characters: int, max_seconds: float) -> str:
         pieces: list[str] = []

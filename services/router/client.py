@@ -15,14 +15,28 @@ import grpc
 import grpc.aio
 
 from proto.baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from services.runtime.config import program_name
 from services.runtime.errors import SetupError
-from services.runtime.serve import open_channel
+from services.runtime.serve import ERROR_KEY, open_channel
 
 ADDRESS_FILE = Path(".run/router")  # of the cluster that `make up` runs
-_NUMBERS: dict[str, type] = {
-    "max_tokens": int, "min_tokens": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "frequency_penalty": float,
-    "presence_penalty": float, "repetition_penalty": float, "seed": int, "logprobs": int,
+# Field of the request: its type, and what the router takes (services/router/validate.py); the client's own default of max_tokens is 128,
+# while the API's is all that fits.
+_NUMBERS: dict[str, tuple[type, str]] = {
+    "max_tokens": (int, "new tokens at most: from 1 (default 128)"),
+    "min_tokens": (int, "new tokens at least: from 0, at most max-tokens (default 0)"),
+    "temperature": (float, "0 = greedy, else from 0.001 to 100 (default 1)"),
+    "top_k": (int, "choose among the K likeliest: from 1; 0 = off (default 0)"),
+    "top_p": (float, "choose among the likeliest with this probability together: above 0, up to 1 (default 1)"),
+    "min_p": (float, "leave out what is less likely than this times the likeliest: from 0 to 1 (default 0)"),
+    "frequency_penalty": (float, "a count's penalty: from -2 to 2 (default 0)"),
+    "presence_penalty": (float, "an occurrence's penalty: from -2 to 2 (default 0)"),
+    "repetition_penalty": (float, "divides logits of what was there before: above 0, up to 100 (default 1)"),
+    "seed": (int, "same seed, same text: from 0 to 2^64 - 1 (default: drawn by the router)"),
+    "logprobs": (int, "print each token's id and log-probability, and those of the K best, to stderr: from 0 to 20 (default: none); "
+                      "ids alone, since the client has no tokenizer"),
 }
+_MAX_TOKENS = 128
 
 
 async def stream(
@@ -44,29 +58,37 @@ def find_router(given: str | None) -> str:
     if not address and ADDRESS_FILE.is_file():
         address = ADDRESS_FILE.read_text().strip()
     if not address:
-        raise SetupError(f"no router is known ({ADDRESS_FILE} does not exist); start one with `make up` or name it with --router host:port")
+        raise SetupError(
+            f"no router is known ({ADDRESS_FILE} does not exist); start a cluster with `make up` and wait until it says that it is up, "
+            "or name a router with --router host:port"
+        )
     return address
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Stream text from a Baton router.")
+    parser = argparse.ArgumentParser(prog=program_name(), description="Stream text from a Baton router.")
     parser.add_argument("text", nargs="?", help="the prompt; from stdin when left out")
     parser.add_argument("--chat", action="store_true", help="the text is a user's message, for the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; needs --chat")
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's switch of that name; needs --chat")
     parser.add_argument("--router", metavar="HOST:PORT", help="default: BATON_ROUTER, else the cluster of `make up`")
-    for name, kind in _NUMBERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None)
-    parser.add_argument("--stop", action="append", default=[], help="a stop string; may be repeated")
-    parser.add_argument("--stop-token-ids", type=int, nargs="+", default=[])
-    parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--timeout", type=float, default=None, metavar="SECONDS")
+    for name, (kind, meaning) in _NUMBERS.items():
+        default = _MAX_TOKENS if name == "max_tokens" else None
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar="N" if kind is int else "X", help=meaning)
+    parser.add_argument("--stop", action="append", default=[], help="a string that ends the text; may be repeated, 16 times at most")
+    parser.add_argument("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="token ids that end the text, 64 at most")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end")
+    parser.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long (default: never)")
     parser.add_argument("--timeline", action="store_true", help="print where the time went, to stderr")
     return parser
 
 
 def request_of(arguments: argparse.Namespace, text: str) -> generation_pb2.GenerateRequest:
-    """The request that the command line means; what was not given stays unset. Raises SetupError for a number that does not fit."""
+    """The request that the command line means; what was not given stays unset. Raises SetupError for a value that does not fit."""
+    given = [("the prompt", text), ("--system", arguments.system or ""), *(("--stop", stop) for stop in arguments.stop)]
+    for name, value in given:
+        if not _is_unicode(value):
+            raise SetupError(f"{name} is not UTF-8; convert it first, e.g. with iconv")
     request = generation_pb2.GenerateRequest(stop=arguments.stop)
     if arguments.chat:
         _add_chat(request.chat, arguments, text)
@@ -74,13 +96,13 @@ def request_of(arguments: argparse.Namespace, text: str) -> generation_pb2.Gener
         raise SetupError("--system and --thinking are parts of a chat; give --chat too")
     else:
         request.text = text
-    for name in _NUMBERS:
+    for name, (_, meaning) in _NUMBERS.items():
         value = getattr(arguments, name)
         if value is not None:
             try:
                 setattr(request, name, value)
             except ValueError:
-                raise SetupError(f"--{name.replace('_', '-')} {value} is out of range") from None
+                raise SetupError(f"--{name.replace('_', '-')} {value} is out of range; {meaning}") from None
     try:
         request.stop_token_ids.extend(arguments.stop_token_ids)
     except ValueError:
@@ -98,10 +120,42 @@ def _add_chat(chat: generation_pb2.Chat, arguments: argparse.Namespace, text: st
         chat.thinking = arguments.thinking
 
 
+def _is_unicode(text: str) -> bool:
+    """False for an argument whose bytes were no UTF-8: Python keeps them as lone surrogates."""
+    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
+
+
+def _read_stdin() -> str:
+    content = sys.stdin.buffer.read()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        wrong = f"byte {content[error.start]:#04x} at offset {error.start}"
+        raise SetupError(f"the prompt on stdin is not UTF-8 ({wrong}); convert it first, e.g. with iconv") from None
+
+
 async def _print_answer(arguments: argparse.Namespace) -> None:
-    text = arguments.text if arguments.text is not None else sys.stdin.read()
-    request = request_of(arguments, text)
-    async for reply in stream(find_router(arguments.router), request, arguments.timeout):
+    request = request_of(arguments, arguments.text if arguments.text is not None else _read_stdin())
+    address = find_router(arguments.router)
+    try:
+        await _print_replies(arguments, address, request)
+    except grpc.aio.AioRpcError as error:
+        raise SetupError(_sentence(error, address)) from None
+
+
+def _sentence(error: grpc.aio.AioRpcError, address: str) -> str:
+    """What went wrong, for the user; a connection that failed is told apart from what the router said."""
+    code: grpc.StatusCode = error.code()
+    is_routers = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
+    if code == grpc.StatusCode.UNAVAILABLE and not is_routers:
+        return f"the router at {address} cannot be reached, or went away; start it (`make up`), or name another with --router host:port"
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED and not is_routers:
+        return f"the router at {address} was not done within --timeout"
+    return f"{code.name}: {error.details()}"
+
+
+async def _print_replies(arguments: argparse.Namespace, address: str, request: generation_pb2.GenerateRequest) -> None:
+    async for reply in stream(address, request, arguments.timeout):
         if reply.HasField("delta"):
             print(reply.delta.text, end="", flush=True)
             for token in reply.delta.tokens:
@@ -135,9 +189,6 @@ def main() -> None:
         asyncio.run(_print_answer(arguments))
     except SetupError as error:
         sys.exit(f"error: {error}")
-    except grpc.aio.AioRpcError as error:
-        code: grpc.StatusCode = error.code()
-        sys.exit(f"error: {code.name}: {error.details()}")
     except KeyboardInterrupt:
         print(file=sys.stderr)
         sys.exit(130)

@@ -9,7 +9,7 @@ character for one, so lengths and cuts stay right, and the methods by which temp
 from collections.abc import Iterable, Iterator
 from typing import Any, SupportsIndex, cast
 
-from services.runtime.errors import InvalidRequest
+from services.runtime.errors import Amount, InvalidRequest
 
 _PRIVATE_USE = range(0xF0000, 0x110000)  # planes 15 and 16: no case, no whitespace, no meaning
 
@@ -26,7 +26,7 @@ class Marks:
             self.end = next(free)  # where a continued message ends
             self._stand_in = {ord(edge): next(free) for edge in edges}
         except StopIteration:
-            raise InvalidRequest("chat", f"{len(taken)} characters", "it must leave some private-use characters unused") from None
+            raise InvalidRequest("chat", Amount(len(taken), "characters"), "it must leave some private-use characters unused") from None
         self._original = {ord(stand_in): chr(edge) for edge, stand_in in self._stand_in.items()}
 
     def code(self, text: str) -> str:

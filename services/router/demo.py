@@ -5,23 +5,24 @@
 
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
 
 import grpc.aio
 from rich.columns import Columns
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc
-from services.runtime.cluster import Cluster
+from services.router.demo_tables import LEGEND, rank_table, timeline_table, transfer_table
+from services.runtime.cluster import Cluster, add_rank_arguments, rank_counts
 from services.runtime.config import argument_parser
-from services.runtime.errors import SetupError
-from services.runtime.serve import open_channel, run_process
+from services.runtime.errors import Interrupted, SetupError
+from services.runtime.process import run_process, say
+from services.runtime.serve import cancel, first_of, open_channel
 
+_PANEL_WIDTH = 52
 PROMPTS = (
     "ROMEO.\nBut soft, what light through yonder window breaks?\n",
     "KING.\nOnce more unto the breach, dear friends, once more;\nOr close the wall up with our English dead.\n"
@@ -49,9 +50,12 @@ class Story:
         self.finished: generation_pb2.Finished | None = None
         self._printed = 0
 
-    def panel(self) -> Panel:
+    def panel(self, console: Console, width: int, height: int | None = None) -> Panel:
+        """The end of the prompt and the answer; with `height`, only the last lines that fit in it."""
         body = Text("\n".join(self.prompt.splitlines()[-3:]) + "\n", style="dim") + Text(self.text)
-        return Panel(body, title=f"request {self.index}", subtitle=f"{self.num_tokens} tokens", width=52)
+        lines = body.wrap(console, width - 4)
+        shown = Text("\n").join(lines[-max(height - 2, 1):] if height is not None else lines)
+        return Panel(shown, title=f"request {self.index}", subtitle=f"{self.num_tokens} tokens", width=width)
 
     def print_lines(self, console: Console, *, final: bool) -> None:
         """For output that is no terminal: whole lines as soon as they are there."""
@@ -73,89 +77,58 @@ async def _tell(stub: generation_pb2_grpc.GenerationStub, story: Story, max_toke
             story.print_lines(console, final=story.finished is not None)
 
 
+def _panels(console: Console, stories: Sequence[Story], *, whole: bool) -> RenderableType:
+    """Side by side where there is room, else one below the other; unless `whole`, no higher than the terminal."""
+    side_by_side = console.width >= len(stories) * _PANEL_WIDTH
+    width = _PANEL_WIDTH if side_by_side else console.width
+    height = None if whole else (console.height - 1) // (1 if side_by_side else len(stories))
+    panels = [story.panel(console, width, height) for story in stories]
+    return Columns(panels) if side_by_side else Group(*panels)
+
+
 async def _stream_all(address: str, stories: Sequence[Story], max_tokens: int, console: Console) -> None:
     async with open_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
-        work = asyncio.gather(*(_tell(stub, story, max_tokens, console) for story in stories))
+        streams = [asyncio.ensure_future(_tell(stub, story, max_tokens, console)) for story in stories]
         try:
-            if not console.is_terminal:
-                await work
-                return
-            with Live(console=console, refresh_per_second=20) as live:
-                while not work.done():
-                    live.update(Columns([story.panel() for story in stories]))
-                    await asyncio.wait({work}, timeout=0.05)
-                live.update(Columns([story.panel() for story in stories]))
-            await work
+            if console.is_terminal:
+                with Live(console=console, refresh_per_second=20, transient=True) as live:
+                    left: set[asyncio.Future[None]] = set(streams)
+                    while left:
+                        live.update(_panels(console, stories, whole=False))
+                        _, left = await asyncio.wait(left, timeout=0.05)
+                console.print(_panels(console, stories, whole=True))
+            for stream in streams:
+                await stream
         except grpc.aio.AioRpcError as error:
             raise SetupError(f"the demo's request failed with {error.code().name}: {error.details()}") from None
-
-
-def _milliseconds(microseconds: int) -> str:
-    return f"{microseconds / 1000:.1f}"
-
-
-def timeline_table(stories: Sequence[Story]) -> Table:
-    """Where each request's time went and who served it."""
-    table = Table(title="timeline of each request (ms)", title_justify="left")
-    for name in ("request", "prompt", "cached", "output", "queue", "prefill", "transfer", "exposed", "decode", "TTFT", "TPOT"):
-        table.add_column(name, justify="right")
-    table.add_column("prefill rank")
-    table.add_column("decode rank")
-    for story in stories:
-        assert story.finished is not None, f"request {story.index} has no end"
-        line, usage = story.finished.timeline, story.finished.usage
-        moved = line.transfer
-        cells = (line.queue_us, line.prefill_us, moved.read_us, moved.exposed_us, line.decode_us, line.ttft_us, line.tpot_us)
-        table.add_row(str(story.index), str(usage.prompt_tokens), str(usage.cached_tokens), str(usage.completion_tokens),
-                      *map(_milliseconds, cells), line.prefill_rank, line.decode_rank)
-    return table
-
-
-def transfer_table(stories: Sequence[Story]) -> Table:
-    """What NIXL moved for each request."""
-    table = Table(title="what NIXL moved from prefill to decode", title_justify="left")
-    for name in ("request", "pages", "already there", "bytes", "GB/s"):
-        table.add_column(name, justify="right")
-    table.add_column("UCX transport")
-    for story in stories:
-        assert story.finished is not None, f"request {story.index} has no end"
-        moved = story.finished.timeline.transfer
-        rate = moved.num_bytes / moved.read_us / 1000 if moved.read_us else 0.0
-        table.add_row(str(story.index), str(moved.num_pages), str(moved.num_cached_pages), f"{moved.num_bytes:,}", f"{rate:.2f}",
-                      moved.transport)
-    return table
+        finally:
+            await cancel(*streams)
 
 
 def main() -> None:
     parser = argument_parser("Baton's demo: a cluster, three streams, a timeline")
-    parser.add_argument("--prefill", type=int, default=2, help="prefill ranks")
-    parser.add_argument("--decode", type=int, default=2, help="decode ranks")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    add_rank_arguments(parser)
+    parser.add_argument("--max-tokens", type=int, default=96, help="new tokens a prompt (default 96)")
     arguments = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 80)
 
     async def demo(stopping: asyncio.Event) -> None:
-        cluster = Cluster(arguments.config, prefill=arguments.prefill, decode=arguments.decode, settings=arguments.set)
+        prefill, decode = rank_counts(arguments)
+        cluster = Cluster(arguments.config, prefill=prefill, decode=decode, settings=arguments.set, report=say)
         stories = [Story(index, prompt) for index, prompt in enumerate(PROMPTS, start=1)]
-        began = time.monotonic()
         try:
-            console.print(f"starting a router, {arguments.prefill} prefill and {arguments.decode} decode ranks on this machine ...")
-            await cluster.start()
-            console.print(f"up after {time.monotonic() - began:.1f} s; three prompts at once:")
-            streams = asyncio.ensure_future(_stream_all(cluster.router_address, stories, arguments.max_tokens, console))
-            stop = asyncio.ensure_future(stopping.wait())
-            await asyncio.wait({streams, stop}, return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
-            if not streams.done():
-                streams.cancel()
-                raise SetupError("the demo was interrupted")
-            await streams
+            await cluster.start(stopping)
+            say("three prompts at once:")
+            await first_of(_stream_all(cluster.router_address, stories, arguments.max_tokens, console), stopping.wait())
+            if any(story.finished is None for story in stories):
+                raise Interrupted("the demo was interrupted; nothing is left running")
         finally:
             await cluster.stop()
-        console.print(timeline_table(stories))
-        console.print(transfer_table(stories))
-        console.print("each text was prefilled in one process, handed over as latent KV through NIXL, and decoded in another.")
+        ends = [story.finished for story in stories if story.finished is not None]
+        for table in (timeline_table(ends), rank_table(ends), transfer_table(ends)):
+            console.print(table)
+        console.print(LEGEND, highlight=False)
 
     run_process(demo)
 

@@ -65,7 +65,10 @@ def _candidates(pool: Pool, need: Need) -> tuple[list[RankState], list[RankState
     )
     empty = [role for role, ranks, needed in (("prefill", prefills, True), ("decode", decodes, need.has_decode)) if needed and not ranks]
     if empty:
-        raise NoMember(f"the {' and the '.join(empty)} pool has no rank that could serve; start one or wait until one is ready")
+        names = f"the {' and the '.join(empty)} pool"
+        if any(pool.is_draining(role) for role in empty):
+            raise NoMember(f"{names} drains before it stops and takes no new request; start another rank, or try again once one is up")
+        raise NoMember(f"{names} has no rank that could serve; start one or wait until one is ready")
     if need.has_decode:
         models = {state.model for state in prefills} & {state.model for state in decodes}
         prefills, decodes = [s for s in prefills if s.model in models], [s for s in decodes if s.model in models]

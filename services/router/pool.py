@@ -167,6 +167,10 @@ class Pool:
         task.add_done_callback(self._closing.discard)
         logger.info("%s rank %s (%s) is gone", state.rank.role, state.name, state.instance_id)
 
+    def is_draining(self, role: str) -> bool:
+        """Whether ranks of `role` are about to leave."""
+        return any(state.rank.role == role and state.is_leaving for state in self._ranks.values())
+
     def usable(self, role: str) -> list[RankState]:
         """Ranks of `role` that take new requests."""
         return [state for state in self._ranks.values() if state.rank.role == role and state.is_usable]

@@ -22,6 +22,7 @@ from services.router.tokenizer import Tokenizer, load_template, load_tokenizer
 from services.router.validate import Limits, Request, validate
 from services.runtime.config import Config
 from services.runtime.errors import BatonError, CheckpointError, NoMember
+from services.runtime.process import say, write_whole
 from services.runtime.serve import Server, abort, cancel
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,8 @@ class Router:
         """Start, tell `address_file` where, serve until `stopping`, finish what runs, leave."""
         await self.start()
         if address_file is not None:
-            _write_whole(address_file, self.address)
+            write_whole(address_file, self.address)
+        say(f"router listens on {self.address}")
         health = asyncio.create_task(self.watch_health())
         try:
             await stopping.wait()
@@ -134,19 +136,14 @@ class Router:
         """No new requests; those that run get `drain_s`."""
         self.servicer.is_stopping = True
         await self._server.set_serving(False)
+        if self.dispatcher.num_requests and drain_s:
+            say(f"draining: what runs gets {drain_s:g} s at most; a second Ctrl-C ends it at once")
         give_up_at = time.monotonic() + drain_s
         while self.dispatcher.num_requests and time.monotonic() < give_up_at:
             await asyncio.sleep(0.05)
         await self._server.stop(0.0)
         await self.pool.close()
         self.servicer.close()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write so that a reader sees nothing or all of it."""
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 def _deadline_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from services.router.chat import ChatTemplate, Rendered, load_chat_template, read_json_object, token_text
-from services.runtime.errors import CheckpointError, InvalidRequest
+from services.runtime.errors import Amount, CheckpointError, InvalidRequest
 
 
 class Tokenizer:
@@ -57,8 +57,8 @@ class Tokenizer:
         """
         longest = self.max_characters(max_tokens)
         if len(text) > longest:
-            limit = f"its {len(text)} characters cannot fit max_model_len {max_tokens} tokens (at most {longest} characters)"
-            raise InvalidRequest("text", f"{text[:20]}...", limit)
+            limit = f"max_model_len {max_tokens} tokens hold at most {longest} characters"
+            raise InvalidRequest("text", Amount(len(text), "characters"), limit)
         return self._with_bos(self._split(text))
 
     def encode_chat(self, rendered: Rendered) -> list[int]:

@@ -17,7 +17,7 @@ from services.kv.hash import page_digests
 from services.model.params import SamplingParams, check_params, check_token_ids
 from services.router.chat import ChatTemplate, Message
 from services.router.tokenizer import Tokenizer
-from services.runtime.errors import InvalidRequest
+from services.runtime.errors import Amount, InvalidRequest
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -99,7 +99,7 @@ def _prompt(
     if not ids:
         raise InvalidRequest(kind, ids, "the prompt must not be empty")
     if len(ids) + 1 > limits.max_model_len:
-        raise InvalidRequest(kind, f"{len(ids)} tokens", f"prompt and one output token must fit max_model_len {limits.max_model_len}")
+        raise InvalidRequest(kind, Amount(len(ids), "tokens"), f"prompt and one output token must fit max_model_len {limits.max_model_len}")
     check_token_ids(kind, ids, limits.vocab_size)
     return ids
 
@@ -149,7 +149,7 @@ def _sampling(message: generation_pb2.GenerateRequest, limits: Limits, room: int
 
 def _stops(message: generation_pb2.GenerateRequest) -> tuple[str, ...]:
     if len(message.stop) > MAX_STOPS:
-        raise InvalidRequest("stop", f"{len(message.stop)} strings", f"at most {MAX_STOPS} are allowed")
+        raise InvalidRequest("stop", Amount(len(message.stop), "strings"), f"at most {MAX_STOPS} are allowed")
     for stop in message.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest("stop", stop[:40], f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters, not {len(stop)}")

@@ -1,6 +1,7 @@
 """One TOML file describes a cluster; every process reads the section that is its own. Frozen after loading."""
 
 import argparse
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,12 @@ from services.runtime.errors import ConfigError
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+ModelLength = Literal[0] | Annotated[int, msgspec.Meta(ge=2)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+# A name, an IPv4 address or an IPv6 address in brackets, then a port.
+_PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[0-5]?\d{1,4})"
+Address = Annotated[str, msgspec.Meta(pattern=rf"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}$")]
+Host = Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])$")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -22,11 +28,11 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class ModelSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     path: str = "deploy/demo_model"  # Hugging Face folder
-    max_model_len: NonNegative = 0  # tokens of prompt and output together; 0 = what the model's config allows
+    max_model_len: ModelLength = 0  # tokens of prompt and output together; 0 = what the model's config allows
 
 
 class RouterSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    address: str = "127.0.0.1:50050"  # port 0 = any free one
+    address: Address = "127.0.0.1:50050"  # port 0 = any free one
     max_requests: Positive = 1024  # in flight; beyond it RESOURCE_EXHAUSTED
     retries: NonNegative = 3  # other pairs tried before a request fails
     max_backlog_tokens: Positive = 1000  # tokens a client may let pile up
@@ -34,9 +40,9 @@ class RouterSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class PoolSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    address: str = "127.0.0.1:0"
-    advertise: str = ""  # host that others dial; default: the host of `address`
-    routers: tuple[str, ...] = ("127.0.0.1:50050",)
+    address: Address = "127.0.0.1:0"
+    advertise: Host = ""  # host that others dial; default: the host of `address`
+    routers: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1)] = ("127.0.0.1:50050",)
     ranks: Positive = 1  # engine processes of this front
     num_pages: Positive = 256  # a rank
     max_running: Positive = 64  # requests a rank
@@ -74,8 +80,12 @@ def parse_config(table: dict[str, Any], origin: str) -> Config:
     try:
         return msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
-        path = str(error).rpartition(" - at `$")[2].strip("`.")
-        known = _known_keys(path if "unknown field" in str(error) else None)
+        text, _, path = str(error).partition(" - at `$")
+        path = path.strip("`.")
+        if "matching regex" in text:
+            form = "a host name or address" if path.endswith("advertise") else "host:port, e.g. 127.0.0.1:50050 or [::1]:50050"
+            raise ConfigError(f"{origin}: {path} is not of the form {form}") from None
+        known = _known_keys(path if "unknown field" in text else None)
         raise ConfigError(f"{origin}: {error}{known}") from None
 
 
@@ -95,7 +105,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             table = tomllib.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); give an existing file with --config") from None
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: is no valid TOML: {error}") from None
     for override in overrides:
         _apply_override(table, override)
@@ -117,9 +127,17 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
     target[key] = parsed
 
 
+def program_name() -> str:
+    """How this process was started, for its usage line."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec is not None else Path(sys.argv[0]).name
+
+
 def argument_parser(description: str) -> argparse.ArgumentParser:
     """Arguments that every process has."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(prog=program_name(), description=description)
     parser.add_argument("--config", type=Path, default=None, help="TOML file, e.g. deploy/dev.toml")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value of the file")
+    parser.add_argument("--die-with-parent", type=int, default=None, metavar="PID",
+                        help="drain when process PID, which started this one, dies; set by what starts others")
     return parser

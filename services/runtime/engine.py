@@ -1,6 +1,7 @@
 """What both pools' engine processes do the same way: arguments, channel, heartbeat, one-sentence start-up errors."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -10,7 +11,7 @@ from typing import Any
 from services.runtime.config import Config, argument_parser, load_config
 from services.runtime.errors import SetupError
 from services.runtime.ipc import EngineChannel, Heartbeat, StartFailed
-from services.runtime.supervisor import die_with_parent
+from services.runtime.process import die_with_parent
 from services.runtime.telemetry import setup_logging
 
 _BEAT_S = 0.5
@@ -47,7 +48,7 @@ def run_engine(role: str, command_type: Any, body: Callable[[Config, int, Engine
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ipc", required=True)
     arguments = parser.parse_args()
-    die_with_parent()
+    die_with_parent(signal.SIGKILL, arguments.die_with_parent)
     channel: EngineChannel[Any, Any] = EngineChannel(arguments.ipc, command_type)
     clock, over = StepClock(), threading.Event()
     heartbeat = threading.Thread(target=_beat, args=(channel, clock, over), daemon=True, name="heartbeat")

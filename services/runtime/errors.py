@@ -7,6 +7,7 @@ BatonError
 ├── HandoffError       a hand-off ended badly; carries a typed reason            UNAVAILABLE
 ├── DeadlineExceeded   the request's own deadline passed                         DEADLINE_EXCEEDED
 ├── EngineError        an engine failed in a way no input explains               INTERNAL
+├── Interrupted        the user ended a command early (one sentence, exit code 130)
 └── SetupError         a process cannot start (one sentence, non-zero exit)
     ├── ConfigError        a key or value of a TOML file or command line
     └── CheckpointError    a model folder that is missing, broken or unsupported
@@ -14,15 +15,27 @@ BatonError
 The gRPC status of each (right column) is mapped once, in `runtime/serve.py`.
 """
 
+from dataclasses import dataclass
+
+
 class BatonError(Exception):
     """Base of the tree; `str()` is one sentence that a user can act on."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much a field holds, where the value itself would be too long to show."""
+
+    number: int
+    unit: str
 
 
 class InvalidRequest(BatonError):
     """A request that no retry can help: `field` holds `value`, which breaks `limit`."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        super().__init__(f"{field} is {value!r} but {limit}")
+        held = f"has {value.number} {value.unit}" if isinstance(value, Amount) else f"is {value!r}"
+        super().__init__(f"{field} {held} but {limit}")
         self.field = field
 
 
@@ -52,6 +65,10 @@ class DeadlineExceeded(BatonError):
 
 class EngineError(BatonError):
     """An engine failed in a way that no input explains."""
+
+
+class Interrupted(BatonError):
+    """The user ended a command before it was done."""
 
 
 class SetupError(BatonError):

@@ -15,6 +15,7 @@ from proto.baton.v1 import common_pb2, registry_pb2
 from services.runtime.config import Config, PoolSection
 from services.runtime.ipc import RankLoad, Up
 from services.runtime.membership import Membership
+from services.runtime.process import say
 from services.runtime.serve import WIRE_VERSION, Server, first_of
 from services.runtime.supervisor import RankProcess, Supervisor
 
@@ -61,7 +62,8 @@ class Front:
         self._instances: dict[int, str] = {}  # rank -> incarnation that is up
         self._supervisor = Supervisor(num_ranks=section.ranks, module=module, arguments=arguments, event_type=event_type,
                                       on_event=self._on_event, on_down=self._on_down)
-        self._membership = Membership(section.routers, self._member, self._load_reports)
+        self._membership = Membership(section.routers, self._member, self._load_reports, self._on_joined)
+        self._joined: list[str] = []  # routers that have let us in and nobody was told of yet
         self._health_update: asyncio.Future[None] | None = None
         self._draining = False
         pool.register(self._server)
@@ -81,6 +83,8 @@ class Front:
         self._pool.drain()
         await self._server.set_serving(False)
         self._membership.leave()
+        if self._pool.num_active():
+            say(f"draining: what runs gets {self._section.drain_s:g} s at most; a second Ctrl-C ends it at once")
         deadline = time.monotonic() + self._section.drain_s
         while self._pool.num_active() and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -106,8 +110,20 @@ class Front:
             self._pool.on_down(rank, instance_id)
             self._rank_changed()
 
+    def _on_joined(self, router: str) -> None:
+        self._joined.append(router)
+        self._tell_joined()
+
+    def _tell_joined(self) -> None:
+        """Whoever started this front by hand learns that it serves: every rank is up, and a router knows of them."""
+        if len(self._instances) == self._section.ranks:
+            for router in self._joined:
+                say(f"{self._role} front at {self._advertised()}: {self._section.ranks} ranks up, joined {router}")
+            self._joined.clear()
+
     def _rank_changed(self) -> None:
         self._membership.member_changed()
+        self._tell_joined()
         serving = bool(self._instances) and not self._draining
         self._health_update = asyncio.ensure_future(self._server.set_serving(serving))
 

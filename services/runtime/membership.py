@@ -22,11 +22,14 @@ class Membership:
     """Joins every router that the configured names resolve to. `member()` and `loads()` give what is true now."""
 
     def __init__(
-        self, routers: Sequence[str], member: Callable[[], registry_pb2.Member], loads: Callable[[], Sequence[registry_pb2.Load]]
+        self, routers: Sequence[str], member: Callable[[], registry_pb2.Member], loads: Callable[[], Sequence[registry_pb2.Load]],
+        on_joined: Callable[[str], None],
     ) -> None:
+        """`on_joined(address)` runs whenever a router has let us in."""
         self._routers = routers
         self._member = member
         self._loads = loads
+        self._on_joined = on_joined
         self._changed = asyncio.Event()
         self._leaving = False
         self._version = 0
@@ -69,6 +72,7 @@ class Membership:
                     call = registry_pb2_grpc.RegistryStub(channel).Join(self._updates())
                     async for update in call:
                         logger.info("joined router %s at %s", update.welcome.router_id, address)
+                        self._on_joined(address)
                 except grpc.aio.AioRpcError as error:
                     logger.info("router %s: %s", address, error.details())
             await asyncio.sleep(_REDIAL_S)
@@ -99,9 +103,11 @@ async def _resolve(addresses: Sequence[str]) -> set[str]:
     for address in addresses:
         host, _, port = address.rpartition(":")
         try:
-            infos = await loop.getaddrinfo(host, int(port), family=socket.AF_INET, type=socket.SOCK_STREAM)
+            # Only what is written as an IPv6 address is one: a name with both kinds would be one router joined twice.
+            family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+            infos = await loop.getaddrinfo(host.strip("[]"), int(port), family=family, type=socket.SOCK_STREAM)
         except (OSError, ValueError) as error:
             logger.warning("router address %s cannot be resolved: %s", address, error)
             continue
-        found |= {f"{info[4][0]}:{info[4][1]}" for info in infos}
+        found |= {f"[{info[4][0]}]:{port}" if family == socket.AF_INET6 else f"{info[4][0]}:{port}" for info in infos}
     return found

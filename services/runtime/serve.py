@@ -1,15 +1,12 @@
-"""What every gRPC server and channel of Baton has in common: options, health, reflection, status mapping, signals."""
+"""What every gRPC server and channel of Baton has in common: options, health, reflection, status mapping."""
 
 import asyncio
-import signal
 import socket
-import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
-import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -19,6 +16,7 @@ from services.runtime import errors
 #   1  first
 WIRE_VERSION = 1
 
+ERROR_KEY = "baton-error"  # trailing metadata: class of the error
 MAX_MESSAGE_BYTES = 32 * 2**20
 # gRPC's own keepalive is what notices a peer that vanished without closing (DESIGN.md section 3: 2 s / 3 s both ways).
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
@@ -26,6 +24,7 @@ _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),  # without it an unanswered ping is waited for a minute, whatever keepalive says
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
@@ -55,11 +54,12 @@ def status_of(error: errors.BatonError) -> grpc.StatusCode:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.BatonError) -> None:
-    """End an RPC with the status of `error`; never returns normally. A retry hint goes into trailing metadata."""
-    trailing: tuple[tuple[str, str], ...] = ()
+    """End an RPC with the status of `error`; never returns normally. Trailing metadata says that the error is Baton's own and not
+    the connection's, and when to try again."""
+    trailing = [(ERROR_KEY, type(error).__name__)]
     if isinstance(error, errors.Overloaded):
-        trailing = (("retry-after-ms", str(int(error.retry_after_s * 1000))),)
-    await context.abort(status_of(error), str(error), trailing)
+        trailing.append(("retry-after-ms", str(int(error.retry_after_s * 1000))))
+    await context.abort(status_of(error), str(error), tuple(trailing))
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -89,11 +89,12 @@ class Server:
         host, _, wanted = self._requested.rpartition(":")
         try:
             # Tried first without gRPC, whose core would write lines of its own about a port that is taken.
-            with socket.create_server((host, int(wanted))):
+            family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+            with socket.create_server((host.strip("[]"), int(wanted)), family=family):
                 pass
             port = self._server.add_insecure_port(self._requested)
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or "no host:port"
+        except (OSError, OverflowError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no host:port"
             advice = "choose another address (port 0 = any free one)"
             raise errors.SetupError(f"cannot listen on {self._requested} ({reason}); {advice}") from None
         await self._server.start()
@@ -107,23 +108,6 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)
-
-
-def run_process(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run `main(stopping)` until it returns; SIGTERM and SIGINT set `stopping`. A SetupError becomes one sentence and exit code 1."""
-
-    async def body() -> None:
-        stopping = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopping.set)
-        await main(stopping)
-
-    try:
-        uvloop.run(body())  # asyncio's own loop costs a message 0.4 ms more on its way through a process
-    except errors.SetupError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:

@@ -6,10 +6,9 @@ UP ends when the process exits, when no heartbeat came for `HEARTBEAT_S`, or whe
 """
 
 import asyncio
-import ctypes
+import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,15 +24,9 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 3.0
 STEP_S = 5.0
 START_S = 300.0  # loading 100 GB of weights takes minutes
+_WATCH_S = 0.25
+LEAVE_S = 5.0  # an engine that was asked to leave and has not by then is killed
 _BACKOFF_S = (0.2, 1.0, 3.0, 10.0)
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the one that started it dies (Linux)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # it died before we asked
-        sys.exit(1)
 
 
 class RankProcess:
@@ -73,7 +66,7 @@ class RankProcess:
         address = f"ipc://{self._directory}/rank{self.rank}.{self.num_starts}"
         self._channel = FrontChannel(address, self._event_type)
         command = [sys.executable, "-m", self._module, *self._arguments, "--rank", str(self.rank), "--ipc", address]
-        self._process = _start_process(command)
+        self._process = _start_process([*command, "--die-with-parent", str(os.getpid())])
         self._last_beat, self._stuck = time.monotonic() + START_S, False
         reader = asyncio.create_task(self._read(self._channel, on_event))
         watcher = asyncio.create_task(self._watch())
@@ -86,11 +79,13 @@ class RankProcess:
                 reader.result()
         finally:
             self.up = None
-            await self.kill()
-            for task in (reader, watcher, waiter):
-                task.cancel()
-            await asyncio.gather(reader, watcher, waiter, return_exceptions=True)
-            self._channel.close()
+            try:
+                await self.kill()
+                for task in (reader, watcher, waiter):
+                    task.cancel()
+                await asyncio.gather(reader, watcher, waiter, return_exceptions=True)
+            finally:
+                self._channel.close()  # even when cancelled meanwhile: ZMQ waits for ever for a context that is only forgotten
 
     async def _read(self, channel: FrontChannel[Any, Any], on_event: Callable[["RankProcess", Any], None]) -> None:
         while True:
@@ -107,12 +102,16 @@ class RankProcess:
 
     async def _watch(self) -> None:
         while not self._stuck and time.monotonic() - self._last_beat < HEARTBEAT_S:
-            await asyncio.sleep(0.25)
+            asleep_at = time.monotonic()
+            await asyncio.sleep(_WATCH_S)
+            late_s = time.monotonic() - asleep_at - _WATCH_S
+            self._last_beat += max(late_s, 0.0)  # while this process itself stood still it could not hear anybody
 
-    async def stop(self) -> None:
-        """Ask the engine to leave."""
-        if self._channel is not None and self._process is not None and self._process.poll() is None:
-            self._channel.send(Stop())
+    def stop(self) -> None:
+        """Ask the engine to leave; one that is not up listens to nobody yet and is left for kill()."""
+        if self.up is not None:
+            with contextlib.suppress(EngineError):  # it reads no more: kill() is what helps
+                self.send(Stop())
 
     async def kill(self) -> None:
         """End the process whatever it does, and reap it."""
@@ -122,10 +121,8 @@ class RankProcess:
 
 
 def _start_process(command: Sequence[str]) -> "subprocess.Popen[bytes]":
-    # OpenMP's waiting threads would spin: on shared cores that cost 60 times the work itself.
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
-    # Not the event loop's own way, which forks and so runs gRPC's fork handlers, and these complain.
-    return subprocess.Popen(command, env=environment, start_new_session=True)
+    # Not the event loop's own way: a Popen is there as soon as its process is, so that no cancellation loses it.
+    return subprocess.Popen(command, start_new_session=True)
 
 
 class Supervisor:
@@ -160,11 +157,11 @@ class Supervisor:
             try:
                 await rank.live_once(self._on_event)
             except SetupError:
-                if rank.num_starts == 1:
+                if rank.num_starts == 1 and not self._stopping:
                     raise
             except EngineError as error:
                 logger.error("rank %d is restarted: %s", rank.rank, error)
-            if rank.num_starts == 1 and not rank.was_up:
+            if rank.num_starts == 1 and not rank.was_up and not self._stopping:
                 raise SetupError(
                     f"rank {rank.rank}'s engine ({self._module}) exited with code {rank.exit_code} before it could serve; "
                     "see its output above"
@@ -175,11 +172,11 @@ class Supervisor:
                 await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
 
     async def stop(self) -> None:
-        """Ask every engine to leave; run() returns when they have."""
+        """Ask every engine that is up to leave, kill those that are not or do not; run() returns when they are gone."""
         self._stopping = True
         for rank in self.ranks:
-            await rank.stop()
-        deadline = time.monotonic() + 5
+            rank.stop()
+        deadline = time.monotonic() + LEAVE_S
         while any(rank.pid is not None and rank.up is not None for rank in self.ranks) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for rank in self.ranks:

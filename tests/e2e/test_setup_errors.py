@@ -1,15 +1,18 @@
 """A user's mistake at start-up: one sentence, non-zero exit, no traceback."""
 
+import contextlib
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.e2e.rig import DEMO_CONFIG, ROOT
+from tests.e2e.rig import DEMO_CONFIG, ROOT, wait_until
 
 MODEL = ROOT / "deploy" / "demo_model"
 
@@ -70,3 +73,48 @@ def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     assert_one_sentence(run("services.decode", "--set", f"model.path={other}"), "model_type", "llama", "deepseek_v3")
+
+
+COMMANDS = [("services.router.demo",), ("services.runtime.cluster", "up")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["demo", "up"])
+def test_broken_checkpoint_ends_a_whole_cluster_without_a_traceback(command: tuple[str, ...], tmp_path: Path) -> None:
+    """Every process says its sentence at most; none trips over the others' end."""
+    broken = tmp_path / "model"
+    shutil.copytree(MODEL, broken)
+    shard = max(broken.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    shard.unlink()
+    done = run(command[0], *command[1:], "--config", str(DEMO_CONFIG), "--set", f"model.path={broken}")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert all(line.startswith("error: ") for line in done.stderr.splitlines()), done.stderr
+    assert shard.name in done.stderr
+
+
+@pytest.mark.parametrize(("command", "line"), [
+    (COMMANDS[0], "starting the router"), (COMMANDS[0], "starting decode"), (COMMANDS[0], "[1]"), (COMMANDS[1], "starting decode"),
+])
+def test_ctrl_c_is_one_sentence_and_leaves_no_process(command: tuple[str, ...], line: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command, "--config", str(DEMO_CONFIG), "--prefill", "1", "--decode", "1"], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert any(said.startswith(line) for said in process.stdout), f"it never said {line!r}"
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in err and len(err.splitlines()) == 1, err
+    wait_until(lambda: not any(alive(member) for member in family), 10.0, lambda: f"left: {[m for m in family if alive(m)]}")
+
+
+def alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.mark.parametrize("module", ["services.router.demo", "services.runtime.cluster"])
+def test_number_of_ranks_names_the_variable_of_make(module: str) -> None:
+    words = ["up"] if module.endswith("cluster") else []
+    assert_one_sentence(run(module, *words, "--config", str(DEMO_CONFIG), "--prefill", "abc"), "PREFILL", "'abc'", "at least 1")

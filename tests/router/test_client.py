@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from services.router import client as client_module
 from services.router.client import find_router, stream
 from services.runtime.errors import SetupError
 from tests.router.byte_model import BOS, ids_of
@@ -79,8 +80,9 @@ async def test_ctrl_c_cancels(tmp_path: Path) -> None:
 
 
 async def test_client_without_a_router() -> None:
-    code, _, err = await run_client("hi", "--router", "127.0.0.1:1")
-    assert code == 1 and "UNAVAILABLE" in err and "Traceback" not in err and len(err.strip().splitlines()) == 1
+    code, out, err = await run_client("hi", "--router", "127.0.0.1:1")
+    assert (code, out) == (1, "") and len(err.splitlines()) == 1, err
+    assert "the router at 127.0.0.1:1 cannot be reached" in err and "make up" in err
 
 
 def test_router_is_found_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +103,31 @@ async def test_stream_for_programs(tmp_path: Path) -> None:
         async for reply in stream(world.router.address, request_of(max_tokens=4)):
             text += reply.delta.text
         assert text == "abcd"
+
+
+async def test_text_that_is_no_utf8_is_one_sentence() -> None:
+    """From stdin, as the prompt and as a stop string."""
+    for arguments, stdin in (([], b"caf\xe9"), ([b"caf\xe9"], b""), (["hi", "--stop", b"\xff"], b"")):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.router.client", "--router", "127.0.0.1:1", *arguments, cwd=ROOT,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )
+        _, err = await process.communicate(stdin)
+        assert process.returncode == 1 and b"not UTF-8" in err and len(err.splitlines()) == 1, err
+
+
+async def test_empty_pool_is_told_apart_from_a_router_that_is_not_there(tmp_path: Path) -> None:
+    async with running(tmp_path, prefills=0, decodes=0) as world:
+        code, _, err = await run_client("hi", "--router", world.router.address)
+        assert code == 1 and "the prefill and the decode pool has no rank" in err and "cannot be reached" not in err
+
+
+async def test_help_names_program_and_every_number_with_range_and_default() -> None:
+    code, out, _ = await run_client("--help")
+    words = " ".join(out.split())
+    assert code == 0 and words.startswith("usage: python -m services.router.client")
+    for number in client_module._NUMBERS:
+        help_of = words.split(f" --{number.replace('_', '-')} ")[-1]
+        assert "(default" in help_of.split(" --")[0], number
+    code, _, err = await run_client("hi", "--router", "127.0.0.1:1", "--seed", "-1")
+    assert code == 1 and "from 0 to 2^64 - 1" in err

@@ -81,7 +81,7 @@ def test_chat_goes_through_the_template() -> None:
     assert ask("<bos>", "").prompt_ids == [BOS, *ids_of("u<bos>u>")]
     assert ask("a", add_generation_prompt=False).prompt_ids == [BOS, *ids_of("ua")]
     for contents, options, words in (
-        ((), {}, "messages is .* empty"), (("x" * 63,), {}, "chat is '66 tokens'.*max_model_len 64"),
+        ((), {}, "messages is .* empty"), (("x" * 63,), {}, "chat has 66 tokens but.*max_model_len 64"),
         (("x" * 999,), {}, "999 characters.*320"), (("a",), {"thinking": False}, "chat.thinking is False"),
     ):
         with pytest.raises(InvalidRequest, match=words):
