@@ -14,11 +14,15 @@ command -v "$PYTHON" >/dev/null || fail "$PYTHON is not installed; install Pytho
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
   || fail "$PYTHON is $("$PYTHON" -c 'import platform; print(platform.python_version())'), but Baton needs 3.11 or newer; name one: make PYTHON=/path/to/python3 ..."
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || fail "$PYTHON has no venv module; install it (Debian, Ubuntu: apt install python3-venv)"
+[ -w . ] || fail "$PWD cannot be written, but .venv is created here; work in a copy of the tree that can"
 free_mb=$(df -Pm . | awk 'NR==2 {print $4}')
-[ "$free_mb" -gt 4000 ] || fail "only $free_mb MB are free here, but about 4000 MB are needed; free some space"
+[ "$free_mb" -gt 4000 ] || fail "only $free_mb MB are free here, but 4000 MB are needed (about 2000 stay in use); free some space"
 
 [ -x .venv/bin/python ] || { step "creating .venv with $("$PYTHON" --version)"; "$PYTHON" -m venv .venv; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+install() {  # progress bars where somebody looks, nothing but warnings and errors elsewhere
+  if [ -t 1 ]; then pip install --progress-bar on "$@"; else pip install -q --progress-bar off "$@"; fi
+}
 step "1/3 pip"
 pip install -q --upgrade pip || fail "pip cannot reach a package index; check the network or pip's configuration"
 
@@ -30,7 +34,7 @@ if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+
     pip install -q uv && .venv/bin/python -m uv pip install -q --python .venv/bin/python --torch-backend=cpu "$TORCH" 2>/dev/null \
       || step "    no CPU build to be had here; installing the CUDA build"
   fi
-  pip install --progress-bar on "$TORCH" | grep -v "already satisfied" || fail "installing $TORCH failed; see the lines above"
+  install "$TORCH" || fail "installing $TORCH failed; see the lines above"
 fi
 
 step "3/3 everything else (about 150 MB)"
@@ -40,7 +44,7 @@ project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
 print("\n".join(item for item in wanted if not item.startswith("torch")))
 EOF
-pip install --progress-bar on "$TORCH" -r .venv/requirements.txt | grep -v "already satisfied" || true
+install "$TORCH" -r .venv/requirements.txt || fail "installing .venv/requirements.txt failed; see the lines above"
 .venv/bin/python - <<'EOF' || fail "an installed package does not import; see the line above, then run: rm -rf .venv && make setup"
 import grpc, msgspec, nixl_cu13, numpy, safetensors, tokenizers, torch, zmq  # noqa: F401
 EOF
