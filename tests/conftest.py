@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-# Before torch is imported: threads that wait by spinning cost tens of times on cores shared with a cluster's processes
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import services  # noqa: F401  before grpc and torch: it sets what these read once
 
 _CI_BUDGET_S = 3600
 _left_out = pytest.StashKey[list[str]]()

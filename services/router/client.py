@@ -147,7 +147,7 @@ def _sentence(error: grpc.aio.AioRpcError, address: str) -> str:
     """What went wrong, for the user; a connection that failed is told apart from what the router said."""
     code: grpc.StatusCode = error.code()
     is_routers = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
-    if code == grpc.StatusCode.UNAVAILABLE and not is_routers:
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) and not is_routers:  # a server that stops cancels what runs
         return f"the router at {address} cannot be reached, or went away; start it (`make up`), or name another with --router host:port"
     if code == grpc.StatusCode.DEADLINE_EXCEEDED and not is_routers:
         return f"the router at {address} was not done within --timeout"

@@ -117,8 +117,9 @@ class Front:
     def _tell_joined(self) -> None:
         """Whoever started this front by hand learns that it serves: every rank is up, and a router knows of them."""
         if len(self._instances) == self._section.ranks:
+            ranks = "1 rank" if self._section.ranks == 1 else f"{self._section.ranks} ranks"
             for router in self._joined:
-                say(f"{self._role} front at {self._advertised()}: {self._section.ranks} ranks up, joined {router}")
+                say(f"{self._role} front at {self._advertised()}: {ranks} up, joined {router}")
             self._joined.clear()
 
     def _rank_changed(self) -> None:

@@ -61,8 +61,10 @@ def run_process(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> N
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Interrupted as error:
-        print(error, file=sys.stderr)
-        sys.exit(130)
+        print(error, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(130)  # objects of libraries that were cut short would complain about it while they are collected
 
 
 async def _under_signals(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:

@@ -5,11 +5,14 @@ import signal
 import sys
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 from services.router import client as client_module
 from services.router.client import find_router, stream
 from services.runtime.errors import SetupError
+from services.runtime.serve import ERROR_KEY
 from tests.router.byte_model import BOS, ids_of
 from tests.router.fakes import until
 from tests.router.rig import request_of, running
@@ -131,3 +134,12 @@ async def test_help_names_program_and_every_number_with_range_and_default() -> N
         assert "(default" in help_of.split(" --")[0], number
     code, _, err = await run_client("hi", "--router", "127.0.0.1:1", "--seed", "-1")
     assert code == 1 and "from 0 to 2^64 - 1" in err
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+def test_a_connection_that_fails_is_told_apart_from_what_the_router_says(code: grpc.StatusCode) -> None:
+    """A router that dies or stops in mid-answer leaves one of these two."""
+    theirs = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "Socket closed")
+    assert client_module._sentence(theirs, "h:1").startswith("the router at h:1 cannot be reached, or went away")
+    ours = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata((ERROR_KEY, "NoMember")), "no rank")
+    assert client_module._sentence(ours, "h:1") == f"{code.name}: no rank"
