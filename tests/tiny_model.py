@@ -82,8 +82,8 @@ def random_tensors(config: ModelConfig, seed: int = 0, *, mtp: bool = True) -> d
     return tensors
 
 
-def quantise(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, columns] -> e4m3 values and fp32 scales of 128 x 128 blocks, the last ones partial."""
+def quantise(tensor: torch.Tensor, *, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, columns] -> e4m3 values and fp32 scales of 128 x 128 blocks, the last ones partial; scales as V3 or V3.1 have them."""
     rows, columns = tensor.shape
     scale = torch.empty(math.ceil(rows / 128), math.ceil(columns / 128))
     stored = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
@@ -91,23 +91,30 @@ def quantise(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for j in range(scale.shape[1]):
             block = tensor[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
             scale[i, j] = block.abs().max() / 448
+            if power_of_two:  # before anything is divided by it
+                scale[i, j] = 2.0 ** math.ceil(math.log2(float(scale[i, j])))
             stored[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128] = (block / scale[i, j]).to(torch.float8_e4m3fn)
     return stored, scale
 
 
 def write_checkpoint(
-    folder: Path, raw: dict[str, object], tensors: dict[str, torch.Tensor], *, fp8: bool = False, num_shards: int = 1
+    folder: Path,
+    raw: dict[str, object],
+    tensors: dict[str, torch.Tensor],
+    *,
+    fp8: bool = False,
+    power_of_two: bool = False,
+    num_shards: int = 1,
 ) -> Path:
     """Write config.json and the tensors (projections of layers as FP8 blocks when asked), in `num_shards` files with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = dict(tensors)
     if fp8:
-        raw = raw | {
-            "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-        }
+        quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        raw = raw | {"quantization_config": quantization | ({"scale_fmt": "ue8m0"} if power_of_two else {})}
         for name, tensor in tensors.items():
             if name.endswith("_proj.weight") or "_proj_with_mqa" in name:
-                stored[name], stored[name + SCALE_SUFFIX] = quantise(tensor)
+                stored[name], stored[name + SCALE_SUFFIX] = quantise(tensor, power_of_two=power_of_two)
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     if num_shards == 1:
         save_file(stored, folder / "model.safetensors")

@@ -30,7 +30,7 @@ class DecodeAttention:
     """One layer's attention over pages; weights fused and absorbed once."""
 
     def __init__(self, config: ModelConfig, weights: AttentionWeights, layer: int, backend: Backend) -> None:
-        self._layer, self._eps, self._kv_lora_rank = layer, config.rms_norm_eps, config.kv_lora_rank
+        self._layer, self._eps, self._kv_lora_rank = layer, config.latent_norm_eps, config.kv_lora_rank
         self._backend: Backend = backend
         q_first = weights.q_b if weights.q_a is None else weights.q_a
         self._qkv_a = create_linear(torch.cat((q_first, weights.kv_a)), backend=backend)

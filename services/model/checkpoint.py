@@ -16,6 +16,9 @@ from services.runtime.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+"""The element types that a checkpoint may have, and their size."""
+
 _CHUNK_BYTES = 1 << 22
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -65,9 +68,8 @@ def revision(folder: Path) -> str:
     it is computed on each call.
     """
     paths = shard_paths(folder)
-    stamp = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
-    resolved = folder.resolve()
-    cache = resolved.with_name(resolved.name + ".revision.json")
+    stamp = _stamp(paths)
+    cache = _revision_cache(folder)
     cached = _read_cached_revision(cache, stamp)
     if cached is not None:
         return cached
@@ -83,6 +85,20 @@ def revision(folder: Path) -> str:
         scratch.write_text(json.dumps({"revision": value, "files": stamp}), encoding="utf-8")
         scratch.replace(cache)
     return value
+
+
+def cached_revision(folder: Path) -> str | None:
+    """The revision if it has been computed since the files last changed: in moments, whatever their size."""
+    return _read_cached_revision(_revision_cache(folder), _stamp(shard_paths(folder)))
+
+
+def _revision_cache(folder: Path) -> Path:
+    resolved = folder.resolve()
+    return resolved.with_name(resolved.name + ".revision.json")
+
+
+def _stamp(paths: list[Path]) -> dict[str, list[int]]:
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
 
 
 def _read_cached_revision(cache: Path, stamp: dict[str, list[int]]) -> str | None:
@@ -116,7 +132,8 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(f"{path} has {size} bytes and ends inside its header; fetch it again")
         raw = file.read(length)
     try:
-        header = cast("dict[str, dict[str, object]]", json.loads(raw))
+        pairs: list[tuple[str, object]] = json.loads(raw, object_pairs_hook=list)
+        header = {name: dict(cast("list[tuple[str, object]]", value)) for name, value in pairs}
         entries: dict[str, TensorEntry] = {}
         for name, value in header.items():
             if name != "__metadata__":
@@ -124,6 +141,9 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
                 entries[name] = TensorEntry(path, str(value["dtype"]), tuple(cast("list[int]", value["shape"])), begin, end)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path} has no readable safetensors header; fetch it again") from None
+    if len(header) != len(pairs):
+        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
+        raise CheckpointError(f"tensor {twice} is in {path} twice; fetch it again")
     for name, entry in entries.items():
         if entry.end > size:
             raise CheckpointError(

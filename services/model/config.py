@@ -1,26 +1,18 @@
 """A model folder's `config.json` as one frozen record: Hugging Face's field names, every value checked once, no torch.
 
-Supported now: `model_type: deepseek_v3` with all options that published V3 configs show. What is not supported is an
-error that names key, value and what is; a value that is silently ignored would give another model's text.
+Supported are the model types of `families.py` with all options that their published configs show. What is not supported
+is an error that names key, value and what is; a value that is silently ignored would give another model's text.
 """
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from services.model.config_fields import Fields, read_block_size, read_yarn
+from services.model.families import FAMILIES, LATENT_NORM_EPS, ONLY_SUPPORTED
 from services.runtime.errors import CheckpointError
-
-_ONLY_SUPPORTED: dict[str, object] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "rope_interleave": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
-}
-"""Keys with one supported value, which is also what an absent key means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +70,11 @@ class ModelConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
+    def latent_norm_eps(self) -> float:
+        """Epsilon of the two norms inside MLA."""
+        return LATENT_NORM_EPS
+
+    @property
     def latent_width(self) -> int:
         """Values cached for a token and layer: the normalised latent, then the rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
@@ -88,49 +85,71 @@ class ModelConfig:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read and check `folder/config.json`; raises CheckpointError in one sentence."""
-    path = folder / "config.json"
+    """Read and check `folder/config.json` (or `folder` itself, a file); raises CheckpointError in one sentence.
+
+    A `generation_config.json` beside it adds its end tokens: Kimi K2's chat turns end with one that config.json lacks.
+    """
+    path = folder if folder.is_file() else folder / "config.json"
+    raw = _read_object(path)
+    if raw is None:
+        raise CheckpointError(f"{path} does not exist; a model folder holds config.json beside its safetensors files")
+    config = parse_config(raw, str(path))
+    beside = path.with_name("generation_config.json")
+    generation = Fields(_read_object(beside) or {}, str(beside))
+    if generation.get("eos_token_id") is None:
+        return config
+    eos = tuple(dict.fromkeys((*config.eos_token_ids, *generation.token_ids("eos_token_id", config.vocab_size))))
+    return dataclasses.replace(config, eos_token_ids=eos)
+
+
+def _read_object(path: Path) -> dict[str, object] | None:
+    """The JSON object in `path`, None when there is no such file."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; a model folder holds config.json beside its safetensors files") from None
+        return None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds a {type(raw).__name__} but must hold a JSON object")
-    return parse_config(cast("dict[str, object]", raw), str(path))
+    return cast("dict[str, object]", raw)
 
 
 def parse_config(raw: dict[str, object], source: str) -> ModelConfig:
     """Check a decoded `config.json`; `source` names it in errors, which are CheckpointErrors of one sentence."""
     fields = Fields(raw, source)
-    fields.require_only("model_type", "deepseek_v3", required=True)
-    for key, value in _ONLY_SUPPORTED.items():
+    model_type = fields.choice("model_type", tuple(FAMILIES), required=True)
+    family = FAMILIES[model_type]
+    if fields.get("architectures") not in (None, [family.architecture]):
+        raise fields.error("architectures", f"model_type {model_type!r} goes with {[family.architecture]!r}")
+    for key, value in ONLY_SUPPORTED.items():
         fields.require_only(key, value)
     theta, yarn = read_yarn(fields)
-    heads = fields.integer("num_attention_heads")
+    heads, vocab_size = fields.integer("num_attention_heads"), fields.integer("vocab_size")
     if fields.integer("num_key_value_heads", default=heads) != heads:
         raise fields.error("num_key_value_heads", f"MLA has as many as num_attention_heads ({heads})")
+    topk_method = fields.choice("topk_method", family.topk_methods, required=len(family.topk_methods) > 1)
+    groups = 1 if topk_method == "greedy" else None  # greedy has none: configs may leave them out
     config = ModelConfig(
-        model_type="deepseek_v3",
-        vocab_size=fields.integer("vocab_size"),
+        model_type=model_type,
+        vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
         moe_intermediate_size=fields.integer("moe_intermediate_size"),
         num_hidden_layers=fields.integer("num_hidden_layers"),
-        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", minimum=0, maximum=1, default=0),
+        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", minimum=0, maximum=family.max_mtp_layers, default=0),
         num_attention_heads=heads,
         n_shared_experts=fields.integer("n_shared_experts", minimum=0, default=0),
         n_routed_experts=fields.integer("n_routed_experts"),
         num_experts_per_tok=fields.integer("num_experts_per_tok"),
-        n_group=fields.integer("n_group"),
-        topk_group=fields.integer("topk_group"),
+        n_group=fields.integer("n_group", default=groups),
+        topk_group=fields.integer("topk_group", default=groups),
         first_k_dense_replace=fields.integer("first_k_dense_replace", minimum=0),
         moe_layer_freq=1,
-        norm_topk_prob=fields.boolean("norm_topk_prob", default=True),
+        norm_topk_prob=fields.choice("norm_topk_prob", family.norm_topk_probs),
         routed_scaling_factor=fields.number("routed_scaling_factor"),
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
+        scoring_func=fields.choice("scoring_func", family.scoring_funcs),
+        topk_method=topk_method,
         q_lora_rank=fields.optional_integer("q_lora_rank"),
         kv_lora_rank=fields.integer("kv_lora_rank"),
         qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
@@ -141,8 +160,8 @@ def parse_config(raw: dict[str, object], source: str) -> ModelConfig:
         rope_scaling=None if yarn is None else YarnConfig(*yarn),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
-        bos_token_id=fields.integer("bos_token_id", minimum=0),
-        eos_token_ids=fields.token_ids("eos_token_id"),
+        bos_token_id=fields.integer("bos_token_id", minimum=0, maximum=vocab_size - 1),
+        eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         weight_block_size=read_block_size(fields),
     )
     _check_consistent(config, fields)
@@ -155,7 +174,9 @@ def _check_consistent(config: ModelConfig, fields: Fields) -> None:
     if experts % groups:
         raise fields.error("n_group", f"it must divide n_routed_experts ({experts})")
     group_size = experts // groups
-    if groups > 1 and group_size < 2:
+    if config.topk_method == "greedy" and groups > 1:
+        raise fields.error("n_group", "topk_method 'greedy' has no groups, only 1 is supported with it")
+    if config.topk_method == "noaux_tc" and groups > 1 and group_size < 2:
         raise fields.error(
             "n_group", f"a group's score is the sum of two experts, so n_routed_experts ({experts}) needs at most {experts // 2} groups"
         )
@@ -169,6 +190,3 @@ def _check_consistent(config: ModelConfig, fields: Fields) -> None:
         raise fields.error("qk_rope_head_dim", "rotary pairs need an even number")
     if config.first_k_dense_replace > config.num_hidden_layers:
         raise fields.error("first_k_dense_replace", f"the model has only num_hidden_layers ({config.num_hidden_layers})")
-    for key, ids in (("bos_token_id", (config.bos_token_id,)), ("eos_token_id", config.eos_token_ids)):
-        if max(ids) >= config.vocab_size:
-            raise fields.error(key, f"ids end at vocab_size - 1 ({config.vocab_size - 1})")

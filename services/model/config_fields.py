@@ -1,9 +1,11 @@
 """Typed access to the keys of a `config.json`: each reader returns a checked value or raises one clear sentence."""
 
 import math
-from typing import cast
+from typing import TypeVar, cast
 
 from services.runtime.errors import CheckpointError
+
+T = TypeVar("T")
 
 _ALIASES = {"num_nextn_predict_layers": "num_mtp_layers"}  # transformers 5 may write the right-hand name
 
@@ -35,11 +37,20 @@ class Fields:
             raise self.error(key, "it must be an object")
         return Fields(cast("dict[str, object]", value), self._source, f"{self._prefix}{key}.")
 
-    def require_only(self, key: str, supported: object, *, required: bool = False) -> None:
-        """Refuse every value of `key` other than `supported`."""
+    def choice(self, key: str, supported: tuple[T, ...], *, required: bool = False) -> T:
+        """One of the `supported` values; the first when absent, unless `required`."""
         value = self.get(key)
-        if (value is None and required) or (value is not None and (value != supported or type(value) is not type(supported))):
-            raise self.error(key, f"only {supported!r} is supported")
+        if value is None and not required:
+            return supported[0]
+        for candidate in supported:
+            if value == candidate and type(value) is type(candidate):
+                return candidate
+        words = " and ".join(repr(candidate) for candidate in supported)
+        raise self.error(key, f"only {words} {'is' if len(supported) == 1 else 'are'} supported")
+
+    def require_only(self, key: str, supported: object) -> None:
+        """Refuse every value of `key` other than `supported`, which an absent key means."""
+        self.choice(key, (supported,))
 
     def integer(self, key: str, *, minimum: int = 1, maximum: int | None = None, default: int | None = None) -> int:
         """A whole number of at least `minimum`."""
@@ -70,13 +81,15 @@ class Fields:
             raise self.error(key, "it must be true or false")
         return value
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """One token id or a list of at least one."""
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id or a list of at least one, all of the vocabulary."""
         value = self.get(key)
         items = cast("list[object]", value) if isinstance(value, list) else [value]
         ids = tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool) and item >= 0)
         if not ids or len(ids) != len(items):
             raise self.error(key, "it must be a token id or a list of token ids")
+        if max(ids) >= vocab_size:
+            raise self.error(key, f"ids end at vocab_size - 1 ({vocab_size - 1})")
         return ids
 
 
@@ -109,8 +122,8 @@ def read_yarn(fields: Fields) -> tuple[float, tuple[float, int, float, float, fl
         scaling.number("mscale", exclusive=False, default=1.0),
         scaling.number("mscale_all_dim", exclusive=False, default=0.0),
     )
-    if values[2] <= values[3]:
-        raise scaling.error("beta_fast", f"it must be above beta_slow ({values[3]:g})")
+    if values[2] < values[3]:  # equal in Kimi K2: a ramp over a single pair
+        raise scaling.error("beta_fast", f"it must be at least beta_slow ({values[3]:g})")
     return theta, values
 
 
@@ -119,9 +132,9 @@ def read_block_size(fields: Fields) -> tuple[int, int] | None:
     section = fields.section("quantization_config")
     if section is None:
         return None
-    section.require_only("quant_method", "fp8", required=True)
+    section.choice("quant_method", ("fp8",), required=True)
     section.require_only("fmt", "e4m3")
     section.require_only("activation_scheme", "dynamic")
-    section.require_only("scale_fmt", "float32")
-    section.require_only("weight_block_size", [128, 128], required=True)
+    section.choice("scale_fmt", ("float32", "ue8m0"))  # V3.1: powers of two, stored as fp32 all the same
+    section.choice("weight_block_size", ([128, 128],), required=True)
     return (128, 128)

@@ -1,4 +1,4 @@
-"""Hugging Face tensor names of a DeepSeek-V3 checkpoint with the shape that the config gives each: a literal table.
+"""Hugging Face tensor names of a DeepSeek checkpoint with the shape that the config gives each: a literal table.
 
 The MTP layer follows the decoder layers as `model.layers.{num_hidden_layers}`: an ordinary layer plus two input norms,
 the projection of both inputs and its own final norm. Its embedding and head are the model's, which a checkpoint may repeat.
@@ -44,8 +44,10 @@ def mtp_shapes(config: ModelConfig) -> Shapes:
 
 
 def repeated_shapes(config: ModelConfig) -> Shapes:
-    """Tensors that a checkpoint may hold again though the model has them once."""
+    """Tensors that a checkpoint may hold though they say nothing new: the model has them once, or computes them from the config."""
     shapes: Shapes = {HEAD: (config.vocab_size, config.hidden_size)} if config.tie_word_embeddings else {}
+    for layer in range(config.num_hidden_layers):  # Moonlight and Kimi K2 have these
+        shapes[f"{layer_prefix(layer)}self_attn.rotary_emb.inv_freq"] = (config.qk_rope_head_dim // 2,)
     for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers):
         for name in ("embed_tokens", "shared_head.head"):
             shapes[f"{layer_prefix(layer)}{name}.weight"] = (config.vocab_size, config.hidden_size)
@@ -68,7 +70,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     if not config.is_moe_layer(layer):
         return shapes | mlp_shapes(f"{prefix}mlp.", hidden, config.intermediate_size)
     shapes[f"{prefix}mlp.gate.weight"] = (config.n_routed_experts, hidden)
-    shapes[f"{prefix}mlp.gate.e_score_correction_bias"] = (config.n_routed_experts,)
+    if config.topk_method == "noaux_tc":
+        shapes[f"{prefix}mlp.gate.e_score_correction_bias"] = (config.n_routed_experts,)
     for expert in range(config.n_routed_experts):
         shapes |= mlp_shapes(expert_prefix(layer, expert), hidden, config.moe_intermediate_size)
     if config.n_shared_experts:

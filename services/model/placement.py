@@ -3,19 +3,30 @@
 Gate and up projections become one matrix and the experts of a layer one stack, so the pools run one GEMM each.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from services.model.config import ModelConfig
 from services.model.names import EMBED, HEAD, NORM, expert_prefix, layer_prefix
+from services.model.split import Region, kept_region
 from services.model.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
 
 
-class Placement:
-    """Preallocated weights of the experts `experts` and all else; `destinations[name]` is where that tensor is to be written."""
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The memory for a region of a stored tensor."""
 
-    def __init__(self, config: ModelConfig, experts: range) -> None:
-        self._config, self._experts = config, experts
-        self.destinations: dict[str, torch.Tensor] = {}
+    out: torch.Tensor  # [rows of the region, its columns] fp32, contiguous
+    region: Region
+
+
+class Placement:
+    """Preallocated weights of a rank with `experts` and `heads`; `destinations[name]` is where that tensor is to be written."""
+
+    def __init__(self, config: ModelConfig, experts: range, heads: range) -> None:
+        self._config, self._experts, self._heads = config, experts, heads
+        self.destinations: dict[str, Destination] = {}
         hidden, vocab = config.hidden_size, config.vocab_size
         embed = self._new(EMBED, vocab, hidden)
         self._weights = ModelWeights(
@@ -30,8 +41,16 @@ class Placement:
         return self._weights
 
     def _new(self, name: str, *shape: int) -> torch.Tensor:
-        self.destinations[name] = _empty(*shape)
-        return self.destinations[name]
+        """Memory for what the rank keeps of the tensor `name` of `shape`."""
+        region = kept_region(self._config, name, shape, self._experts, self._heads)
+        assert region is not None, name
+        out = _empty(len(region.rows), len(region.columns))
+        self.destinations[name] = Destination(out, region)
+        return out.flatten() if len(shape) == 1 else out
+
+    def _put(self, name: str, out: torch.Tensor) -> None:
+        """All of the tensor `name` goes to `out` [rows, columns]."""
+        self.destinations[name] = Destination(out, Region(range(out.shape[0]), range(out.shape[1])))
 
     def _layer(self, layer: int) -> LayerWeights:
         config, prefix = self._config, layer_prefix(layer)
@@ -65,7 +84,8 @@ class Placement:
     def _place_mlp(self, prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         """gate_up [2 * intermediate, hidden], down [hidden, intermediate]."""
         gate, up = gate_up.chunk(2)
-        self.destinations |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up, f"{prefix}down_proj.weight": down}
+        for name, out in (("gate", gate), ("up", up), ("down", down)):
+            self._put(f"{prefix}{name}_proj.weight", out)
 
     def _moe(self, layer: int) -> MoeWeights:
         config, prefix = self._config, f"{layer_prefix(layer)}mlp."
@@ -74,9 +94,10 @@ class Placement:
         down = _empty(len(self._experts), hidden, intermediate)
         for local, expert in enumerate(self._experts):
             self._place_mlp(expert_prefix(layer, expert), gate_up[local], down[local])
+        has_bias = config.topk_method == "noaux_tc"
         return MoeWeights(
             gate=self._new(f"{prefix}gate.weight", config.n_routed_experts, hidden),
-            bias=self._new(f"{prefix}gate.e_score_correction_bias", config.n_routed_experts),
+            bias=self._new(f"{prefix}gate.e_score_correction_bias", config.n_routed_experts) if has_bias else None,
             gate_up=gate_up,
             down=down,
             shared=self._mlp(f"{prefix}shared_experts.", config.n_shared_experts * intermediate) if config.n_shared_experts else None,

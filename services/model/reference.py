@@ -1,7 +1,7 @@
-"""DeepSeek-V3 in plain torch, fp32, beside the paper: what everything else is tested against. It shares no forward code with the pools.
+"""DeepSeek V2 and V3 in plain torch, fp32, beside the papers: what all else is tested against. It shares no forward code with the pools.
 
 Read `Reference.hidden` for the layer, `attention` for MLA in its multi-head form, `gate` for the routing, `generate` for Mono.
-All norms use `rms_norm_eps` (published V3 weights have 1e-6, which their code also fixes for the two latent norms).
+All norms use `rms_norm_eps` but for the two inside MLA, whose epsilon the published code fixes.
 """
 
 from collections.abc import Sequence
@@ -41,10 +41,11 @@ def gate(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> tuple[Tens
     returns  indices [n, k] int64 by falling biased score, weights [n, k] with routed_scaling_factor applied
     """
     n, k = logits.shape[0], config.num_experts_per_tok
-    scores = logits.sigmoid()
+    scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
     biased = scores if bias is None else scores + bias
     groups = biased.view(n, config.n_group, -1)  # [n, n_group, experts of a group]
-    group_scores = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+    num_best = 2 if config.topk_method == "noaux_tc" else 1  # V3 judges a group by its two best, V2 by its best
+    group_scores = groups.sort(dim=-1, descending=True).values[..., :num_best].sum(-1)
     chosen = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, : config.topk_group]
     masked = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, chosen, False)
     order = groups.masked_fill(masked[..., None], -torch.inf).flatten(1).sort(dim=-1, descending=True, stable=True)
@@ -180,7 +181,7 @@ class Reference:
         q = torch.cat((q_nope, rotate(q_rope, cos, sin)), dim=-1)
 
         latent, k_rope = self._linear(x, f"{prefix}kv_a_proj_with_mqa").split((config.kv_lora_rank, rope), dim=-1)
-        latent = rms_norm(latent, self._tensors[f"{prefix}kv_a_layernorm.weight"], config.rms_norm_eps)
+        latent = rms_norm(latent, self._tensors[f"{prefix}kv_a_layernorm.weight"], config.latent_norm_eps)
         latent, k_rope = cache.append(slot, latent, rotate(k_rope, cos, sin))  # [total, ...]: all that is cached
 
         total = latent.shape[0]
@@ -197,7 +198,7 @@ class Reference:
         """x [n, hidden] -> [n, heads * (nope + rope)], through the low rank where the config has one."""
         if self.config.q_lora_rank is None:
             return self._linear(x, f"{prefix}q_proj")
-        low = rms_norm(self._linear(x, f"{prefix}q_a_proj"), self._tensors[f"{prefix}q_a_layernorm.weight"], self.config.rms_norm_eps)
+        low = rms_norm(self._linear(x, f"{prefix}q_a_proj"), self._tensors[f"{prefix}q_a_layernorm.weight"], self.config.latent_norm_eps)
         return self._linear(low, f"{prefix}q_b_proj")
 
     def moe(self, x: Tensor, layer: int) -> Tensor:

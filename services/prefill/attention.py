@@ -54,7 +54,7 @@ class PrefillAttention:
 
     def __call__(self, x: torch.Tensor, step: PrefillStep) -> torch.Tensor:
         """x [num_tokens, hidden], normalised -> [num_tokens, hidden]; stores the tokens' latents."""
-        eps, heads = self._config.rms_norm_eps, self._config.num_attention_heads
+        eps, heads = self._config.latent_norm_eps, self._config.num_attention_heads
         q, latent, k_rope = self._qkv_a(x).split(self._qkv_split, dim=1)
         if self._q_b is not None and self._q_a_norm is not None:
             q = self._q_b(rms_norm(q, self._q_a_norm, eps=eps, backend=self._backend))

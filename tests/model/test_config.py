@@ -43,8 +43,8 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama' but only 'deepseek_v3' is supported"),
-        ({"model_type": None}, "model_type is missing but only 'deepseek_v3' is supported"),
+        ({"model_type": "llama"}, "model_type is 'llama' but only 'deepseek_v2' and 'deepseek_v3' and 'kimi_k2' are supported"),
+        ({"model_type": None}, "model_type is missing but only 'deepseek_v2' and 'deepseek_v3' and 'kimi_k2' are supported"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax' but only 'sigmoid' is supported"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy' but only 'noaux_tc' is supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu' but only 'silu' is supported"),
@@ -64,7 +64,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size is missing but it must be a whole number of at least 1"),
         ({"vocab_size": 260.0}, "vocab_size is 260.0 but it must be a whole number of at least 1"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small' but it must be a number above 0"),
-        ({"norm_topk_prob": 1}, "norm_topk_prob is 1 but it must be true or false"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1 but only True and False are supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type is 'linear' but only 'yarn'"),
         ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor is 0.5 but it must be at least 1"),
         ({"rope_scaling": YARN | {"attention_factor": 1.2}}, "rope_scaling.attention_factor is 1.2 but"),

@@ -1,16 +1,21 @@
 """Loading: FP8 with partial blocks, shards, ranges of experts, broken folders in one sentence, the revision."""
 
 import json
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.model import loader
+from services.model.checkpoint import read_entries
 from services.model.config import load_config
-from services.model.loader import load_tensors, load_weights, revision
+from services.model.loader import load_tensors, load_weights, no_progress, revision, show_progress
 from services.model.names import SCALE_SUFFIX, expert_prefix
+from services.model.placement import Placement
+from services.model.reader import dequantise, read_tensors
+from services.model.split import Region
 from services.model.weights import MlpWeights, MoeWeights
 from services.runtime.errors import CheckpointError
 from tests.tiny_model import quantise, random_tensors, tiny_config, tiny_raw, write_checkpoint
@@ -52,7 +57,8 @@ def test_weights_are_fused_stacked_and_dequantised(fp8: bool, num_shards: int, t
     assert attention.q_a is not None and torch.equal(attention.q_a, project(tensors["model.layers.1.self_attn.q_a_proj.weight"]))
     assert torch.equal(attention.kv_a, project(tensors["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"]))
     assert torch.equal(moe.gate, tensors["model.layers.2.mlp.gate.weight"]) and torch.equal(weights.head, tensors["lm_head.weight"])
-    assert seen == [(i + 1, len(seen)) for i in range(len(seen))] and len(weights.layers) == 3
+    done, totals = zip(*seen, strict=True)
+    assert list(done) == sorted(set(done)) and done[-1] == totals[0] and len(set(totals)) == 1 and len(weights.layers) == 3
 
 
 def test_load_tensors_has_the_mtp_layer_and_no_scales(tmp_path: Path) -> None:
@@ -69,26 +75,6 @@ def test_bf16_tied_and_without_mtp(tmp_path: Path) -> None:
     assert weights.head is weights.embed and weights.layers[0].attention.q_a is None
     assert torch.equal(weights.embed, tensors["model.embed_tokens.weight"].bfloat16().float())
     assert isinstance(weights.layers[1].mlp, MoeWeights) and weights.layers[1].mlp.shared is None
-
-
-def test_only_owned_experts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = make(tmp_path, num_shards=2)
-    read: list[str] = []
-    real_read = loader._read_into
-
-    def spy(out: torch.Tensor, name: str, *rest: object) -> None:
-        read.append(name)
-        real_read(out, name, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(loader, "_read_into", spy)
-    weights = load_weights(tmp_path, load_config(tmp_path), experts=range(2, 5))
-    moe = weights.layers[1].mlp
-    assert isinstance(moe, MoeWeights) and moe.down.shape == (3, 64, 32) and moe.gate.shape == (8, 64)
-    assert torch.equal(moe.down[1], tensors[f"{expert_prefix(1, 3)}down_proj.weight"])
-    experts = {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".mlp.experts." in name}
-    assert experts == {2, 3, 4} and not any(name.startswith("model.layers.3.") for name in read)
-    with pytest.raises(CheckpointError, match="experts 6 to 8 were asked for but the model has 0 to 7"):
-        load_weights(tmp_path, load_config(tmp_path), experts=range(6, 9))
 
 
 def rewrite(folder: Path, edit: dict[str, torch.Tensor | None]) -> None:
@@ -111,6 +97,7 @@ NORM, KV_B = "model.norm.weight", "model.layers.1.self_attn.kv_b_proj.weight"
         ({NORM: torch.ones(65)}, f"tensor {NORM} of"),
         ({NORM: torch.ones(64, dtype=torch.int32)}, "has dtype I32 but only F32, BF16, F16, F8_E4M3 are supported"),
         ({KV_B: torch.ones(128, 32)}, f"tensor {KV_B}{SCALE_SUFFIX} of"),
+        ({KV_B: torch.ones(64, 32).to(torch.float8_e4m3fn)}, f"tensor {KV_B} of"),
         ({KV_B + SCALE_SUFFIX: torch.ones(2, 1)}, "is F32 [2, 1] but the blocks of"),
         ({NORM: torch.ones(64).to(torch.float8_e4m3fn)}, "is FP8 but config.json gives no weight_block_size for it"),
     ],
@@ -123,6 +110,7 @@ NORM, KV_B = "model.norm.weight", "model.layers.1.self_attn.kv_b_proj.weight"
         "shape",
         "dtype",
         "scale_of_nothing",
+        "fp8_shape",
         "scale_shape",
         "fp8_norm",
     ],
@@ -142,6 +130,99 @@ def test_truncated_file(cut: int, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(CheckpointError, match=r"model\.safetensors.* (ends inside its header|truncated)"):
         load_weights(tmp_path, load_config(tmp_path))
+
+
+def test_twice_and_of_another_size(tmp_path: Path) -> None:
+    """The same tensor in two files, in one file twice, and bytes that are not those of its shape."""
+    make(tmp_path, num_shards=2)
+    config, shards = load_config(tmp_path), [tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    first, second = (load_file(shard) for shard in shards)
+    name = next(iter(first))
+    save_file({**second, name: first[name]}, shards[1])
+    with pytest.raises(CheckpointError, match=rf"tensor {name} is in .*00002-of-00002.safetensors and in .*00001-of"):
+        load_weights(tmp_path, config)
+
+    def edit_header(old: str, new: str) -> None:
+        make(tmp_path / "one")
+        path = tmp_path / "one" / "model.safetensors"
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = data[8 : 8 + length].decode()
+        assert old in header
+        header = header.replace(old, new, 1)
+        path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + data[8 + length :])
+
+    edit_header(f'"{KV_B}"', f'"{NORM}":{{"dtype":"F32","shape":[64],"data_offsets":[0,256]}},"{KV_B}"')
+    with pytest.raises(CheckpointError, match=rf"tensor {NORM} is in .*model.safetensors twice"):
+        load_weights(tmp_path / "one", config)
+    edit_header('"dtype":"F32","shape":[64]', '"dtype":"BF16","shape":[64]')
+    with pytest.raises(CheckpointError, match=r"tensor .* of .*model.safetensors has 256 bytes but BF16 \[64\] needs 128"):
+        load_weights(tmp_path / "one", config)
+
+
+def test_a_file_that_shrank_after_its_header_was_read(tmp_path: Path) -> None:
+    make(tmp_path)
+    config, entries, path = load_config(tmp_path), read_entries(tmp_path), tmp_path / "model.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    destinations = Placement(config, range(8), range(4)).destinations
+    with pytest.raises(CheckpointError, match=r"tensor .* of .*model.safetensors ends early"):
+        read_tensors(entries, destinations, None, no_progress)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_bit_pattern_of_a_plain_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    """All 65,536 codes, infinities and NaNs too, come out as the numbers they are."""
+    make(tmp_path, vocab_size=1024, mtp=False)
+    codes = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(1024, 64)
+    embed = codes.view(dtype) if dtype.itemsize == 2 else codes.view(torch.bfloat16).float()
+    rewrite(tmp_path, {"model.embed_tokens.weight": embed})
+    loaded = load_weights(tmp_path, load_config(tmp_path)).embed
+    assert torch.equal(loaded.view(torch.int32)[~embed.isnan()], embed.float().view(torch.int32)[~embed.isnan()])
+    assert torch.equal(loaded.isnan(), embed.isnan())
+
+
+def test_every_fp8_code() -> None:
+    codes = np.arange(256, dtype=np.uint8).reshape(2, 128)
+    out = np.empty((2, 128), dtype=np.float32)
+    dequantise(out, codes, np.array([[0.3]], dtype=np.float32), Region(range(2), range(128)), (128, 128))
+    wanted = torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * np.float32(0.3)
+    np.testing.assert_array_equal(out, wanted.numpy())  # equal NaNs too
+
+
+def test_power_of_two_scales(tmp_path: Path) -> None:
+    """V3.1 (`scale_fmt: ue8m0`): a block whose largest value is 300 has scale 1 and holds 288, its nearest code; dividing by the
+    exact scale before rounding it would store 448."""
+    raw, tensors = tiny_raw(), random_tensors(tiny_config(), seed=31, mtp=False)
+    block = torch.full((64, 32), 1.0)
+    block[0, 0] = 300.0
+    tensors[KV_B] = torch.cat((block, block))
+    write_checkpoint(tmp_path, raw, tensors, fp8=True, power_of_two=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert float(stored[KV_B + SCALE_SUFFIX][0, 0]) == 1.0 and float(stored[KV_B][0, 0].float()) == 288.0
+    scales = torch.cat([tensor.flatten() for name, tensor in stored.items() if name.endswith(SCALE_SUFFIX)])
+    assert torch.equal(scales.log2(), scales.log2().round())
+    config = load_config(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["scale_fmt"] == "ue8m0"
+    kv_b = load_weights(tmp_path, config).layers[1].attention.kv_b
+    assert float(kv_b[0, 0]) == 288.0 and float(kv_b[1, 0]) == 1.0
+
+
+def test_what_the_config_already_says_may_be_stored_again(tmp_path: Path) -> None:
+    """Moonlight and Kimi K2 store rotary frequencies; V3 repeats embedding and head in its MTP layer."""
+    tensors = make(tmp_path)
+    repeated = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(3)}
+    repeated |= {f"model.layers.3.{name}.weight": tensors["lm_head.weight"].clone() for name in ("embed_tokens", "shared_head.head")}
+    rewrite(tmp_path, dict(repeated))
+    assert torch.equal(load_weights(tmp_path, load_config(tmp_path)).head, tensors["lm_head.weight"])
+
+
+def test_progress_shows_speed_and_time_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    advance = show_progress("weights")
+    for done in (1 << 30, 3 << 30, 4 << 30):
+        advance(done, 4 << 30)
+    shown = capsys.readouterr().err
+    assert "weights" in shown and "GB" in shown and "0:00:00" in shown
 
 
 def test_broken_index_and_files(tmp_path: Path) -> None:
