@@ -125,7 +125,7 @@ class _Reader:
         width, item = entry.shape[-1], out.itemsize
         whole = len(region.columns) == width
         for index in range(1 if whole else len(region.rows)):
-            target = memoryview(out if whole else out[index]).cast("B")
+            target = (out if whole else out[index]).data.cast("B")
             offset = entry.begin + ((region.rows.start + index) * width + region.columns.start) * item
             self._read_exactly(name, entry, target, offset)
 

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from services.model.config import YarnConfig, load_config, parse_config
+from services.model.loader import load_tensors
 from services.runtime.errors import CheckpointError
 from tests.tiny_model import YARN, tiny_config, tiny_raw
 
+V2 = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "scoring_func": "softmax", "topk_method": "greedy",
+      "norm_topk_prob": False, "num_nextn_predict_layers": 0, "n_group": 1, "topk_group": 1}  # fmt: skip
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -47,6 +50,21 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
         ({"model_type": None}, "model_type is missing but only 'deepseek_v2' and 'deepseek_v3' and 'kimi_k2' are supported"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax' but only 'sigmoid' is supported"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy' but only 'noaux_tc' is supported"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM'] but model_type 'deepseek_v3' goes with"),
+        ({"model_type": "kimi_k2", "topk_method": "greedy"}, "topk_method is 'greedy' but only 'noaux_tc' is supported"),
+        (V2 | {"architectures": ["DeepseekV3ForCausalLM"]}, "but model_type 'deepseek_v2' goes with ['DeepseekV2ForCausalLM']"),
+        (V2 | {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid' but only 'softmax' is supported"),
+        (V2 | {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc' but only 'greedy' and 'group_limited_greedy' are supported"),
+        (V2 | {"topk_method": None}, "topk_method is missing but only 'greedy' and 'group_limited_greedy' are supported"),
+        (V2 | {"norm_topk_prob": True}, "norm_topk_prob is True but only False is supported"),
+        (V2 | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1 but it must be a whole number of at least 0 and at most 0"),
+        (V2 | {"n_group": 4}, "n_group is 4 but topk_method 'greedy' has no groups, only 1 is supported with it"),
+        ({"mlp_bias": True}, "mlp_bias is True but only False is supported"),
+        ({"qk_layernorm": True}, "qk_layernorm is True but only False is supported"),
+        ({"rope_interleave": False}, "rope_interleave is False but only True is supported"),
+        ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 2}}, "rope_scaling.beta_fast is 1 but it must be at least beta_slow (2)"),
+        ({"quantization_config": FP8 | {"quant_method": "compressed-tensors"}}, "quant_method is 'compressed-tensors' but only 'fp8' is"),
+        ({"quantization_config": FP8 | {"scale_fmt": "ue4m3"}}, "scale_fmt is 'ue4m3' but only 'float32' and 'ue8m0' are supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu' but only 'silu' is supported"),
         ({"attention_bias": True}, "attention_bias is True but only False is supported"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2 but only 1 is supported"),
@@ -78,6 +96,26 @@ def test_refuses(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         tiny_config(**changes)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_greedy_needs_no_groups_and_end_tokens_add_up(tmp_path: Path) -> None:
+    """V2-Lite may leave groups out; generation_config.json ends Kimi K2's turns with a token that config.json lacks."""
+    raw = tiny_raw(**V2 | {"n_group": None, "topk_group": None})
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_config(tmp_path)
+    assert (config.n_group, config.topk_group, config.eos_token_ids) == (1, 1, (1,))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))
+    assert load_config(tmp_path).eos_token_ids == load_config(tmp_path / "config.json").eos_token_ids == (1, 7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 260}))
+    with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id is 260 but ids end at vocab_size - 1 \(259\)"):
+        load_config(tmp_path)
+
+
+def test_contradictions_are_found_before_any_weight_is_looked_at(tmp_path: Path) -> None:
+    """No safetensors file is there, and the sentence is about config.json all the same."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_raw(topk_group=9)))
+    with pytest.raises(CheckpointError, match="topk_group is 9"):
+        load_tensors(tmp_path)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

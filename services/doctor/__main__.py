@@ -1,0 +1,33 @@
+"""`python -m services.doctor checkpoint FOLDER`: what a model folder holds and what a rank of it needs, without loading it."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from services.doctor.checkpoint import describe, inspect
+from services.runtime.errors import BatonError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the subcommand; an error is one sentence and exit status 1."""
+    parser = argparse.ArgumentParser(prog="python -m services.doctor")
+    commands = parser.add_subparsers(dest="command", required=True)
+    checkpoint = commands.add_parser("checkpoint", help="a model folder, or its config.json alone: architecture, sizes, fingerprint")
+    checkpoint.add_argument("folder", type=Path, help="a Hugging Face folder; its safetensors files may be missing")
+    checkpoint.add_argument("--ep", type=int, default=1, help="ranks that share the experts (default 1)")
+    checkpoint.add_argument("--tp", type=int, default=1, help="ranks that share the heads (default 1)")
+    checkpoint.add_argument("--gpu-memory", type=float, metavar="GB", help="memory of a GPU (default: those of H100 and H200)")
+    checkpoint.add_argument("--kv-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the latent pages")
+    checkpoint.add_argument("--hash", action="store_true", help="read every byte for the revision, however long that takes")
+    options = parser.parse_args(arguments)
+    try:
+        report = inspect(options.folder, ep=options.ep, tp=options.tp, kv_dtype=options.kv_dtype, read_all=options.hash)
+    except BatonError as error:
+        print(f"doctor: {error}", file=sys.stderr)
+        return 1
+    describe(report, options.gpu_memory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
