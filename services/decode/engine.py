@@ -26,7 +26,7 @@ from services.kv.pages import HolderKind
 from services.kv.rank_kv import RankKv, open_rank_kv
 from services.model.config import ModelConfig
 from services.model.config import load_config as load_model_config
-from services.model.loader import load_weights, revision
+from services.model.loader import revision, stream_weights
 from services.model.params import SAMPLER_VERSION
 from services.runtime.config import Config
 from services.runtime.engine import StepClock, run_engine
@@ -102,7 +102,7 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
     folder = Path(config.model.path)
     model = load_model_config(folder)
     max_model_len = _max_model_len(config, model)
-    forward = DecodeForward(model, load_weights(folder, model))
+    forward = DecodeForward(model, stream_weights(folder, model))
     layout = KvLayout(model.num_hidden_layers, model.kv_lora_rank, model.qk_rope_head_dim, section.dtype)
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
     kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine)

@@ -1,5 +1,6 @@
 """One decode step of one rank: a token a request in, a row of logits a request out, latents appended to the pages."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,8 @@ class DecodeForward:
         with torch.inference_mode():
             cos, sin = cos_sin_table(config, config.max_position_embeddings)
             self._rotations = rotations(cos.to(weights.embed.dtype), sin.to(weights.embed.dtype))  # [positions, rope / 2]
-            self._layers = [DecodeLayer(config, layer, i, backend) for i, layer in enumerate(weights.layers)]
+            # `map` holds no layer while the next one is read, as a loop's variable would
+            self._layers = list(map(lambda layer, i: DecodeLayer(config, layer, i, backend), weights.layers, itertools.count()))
             self._head = create_linear(weights.head, backend=backend)
         shape = MlaDecodeShape(config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim, softmax_scale(config))
         self._mla = create_mla_decode(shape, backend=backend)

@@ -1,5 +1,7 @@
 """A model folder becomes the weights of one rank: checked by its headers first, then only what the rank keeps is read."""
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -7,13 +9,13 @@ import torch
 from services.model.checkpoint import read_entries, revision
 from services.model.config import ModelConfig, load_config
 from services.model.contents import check_entries
-from services.model.names import SCALE_SUFFIX
+from services.model.names import SCALE_SUFFIX, model_shapes
 from services.model.placement import Destination, Placement
-from services.model.reader import Progress, read_tensors
-from services.model.split import Region, Split
-from services.model.weights import ModelWeights
+from services.model.reader import Progress, read_tensors, stored_bytes
+from services.model.split import Region, Split, kept_region
+from services.model.weights import LayerWeights, ModelWeights
 
-__all__ = ["load_tensors", "load_weights", "no_progress", "revision", "show_progress"]
+__all__ = ["load_tensors", "load_weights", "no_progress", "revision", "show_progress", "stream_weights"]
 
 
 def no_progress(_done: int, _total: int) -> None:
@@ -21,24 +23,52 @@ def no_progress(_done: int, _total: int) -> None:
 
 
 def load_weights(
-    folder: Path,
-    config: ModelConfig,
-    progress: Progress = no_progress,
-    split: Split = Split(),
-    *,
-    num_threads: int | None = None,
+    folder: Path, config: ModelConfig, progress: Progress = no_progress, split: Split = Split(), *, num_threads: int | None = None
 ) -> ModelWeights:
     """The model's layers as fp32 tensors on CPU, without the MTP layer.
 
     split  the rank's place among those that share experts and heads (default: it has all); no byte of others' is read
     Raises CheckpointError in one sentence naming tensor and file, ConfigError for a split that the model does not allow.
     """
+    weights = stream_weights(folder, config, progress, split, num_threads=num_threads)
+    return dataclasses.replace(weights, layers=tuple(weights.layers))
+
+
+def stream_weights(
+    folder: Path, config: ModelConfig, progress: Progress = no_progress, split: Split = Split(), *, num_threads: int | None = None
+) -> ModelWeights:
+    """As `load_weights`, but `layers` is read as it is iterated, once: who lays weights out anew never holds more than one layer twice."""
     experts, heads = split.experts(config), split.heads(config)
     entries = read_entries(folder)
     check_entries(entries, config, folder)
+    regions = {name: kept_region(config, name, shape, experts, heads) for name, shape in model_shapes(config).items()}
+    total = sum(stored_bytes(entries[name], region, config.weight_block_size) for name, region in regions.items() if region is not None)
+    done = 0
+
+    def read(placement: Placement) -> None:
+        nonlocal done
+        before = done
+
+        def advance(part: int, _part_total: int) -> None:
+            nonlocal done
+            done = before + part
+            progress(done, total)
+
+        read_tensors(entries, placement.destinations, config.weight_block_size, advance, num_threads)
+
+    def layers() -> Iterator[LayerWeights]:
+        for index in range(config.num_hidden_layers):
+            placement = Placement(config, experts, heads)
+            layer = placement.layer(index)
+            read(placement)
+            del placement  # with its views of the layer
+            yield layer
+            del layer
+
     placement = Placement(config, experts, heads)
-    read_tensors(entries, placement.destinations, config.weight_block_size, progress, num_threads)
-    return placement.weights()
+    embed, norm, head = placement.ends()
+    read(placement)
+    return ModelWeights(embed=embed, layers=layers(), norm=norm, head=head)
 
 
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:

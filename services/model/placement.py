@@ -10,7 +10,7 @@ import torch
 from services.model.config import ModelConfig
 from services.model.names import EMBED, HEAD, NORM, expert_prefix, layer_prefix
 from services.model.split import Region, kept_region
-from services.model.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from services.model.weights import AttentionWeights, LayerWeights, MlpWeights, MoeWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +22,18 @@ class Destination:
 
 
 class Placement:
-    """Preallocated weights of a rank with `experts` and `heads`; `destinations[name]` is where that tensor is to be written."""
+    """Makes the memory for a rank with `experts` and `heads`; `destinations[name]` is where that tensor is to be written."""
 
     def __init__(self, config: ModelConfig, experts: range, heads: range) -> None:
         self._config, self._experts, self._heads = config, experts, heads
         self.destinations: dict[str, Destination] = {}
-        hidden, vocab = config.hidden_size, config.vocab_size
-        embed = self._new(EMBED, vocab, hidden)
-        self._weights = ModelWeights(
-            embed=embed,
-            layers=tuple(self._layer(layer) for layer in range(config.num_hidden_layers)),
-            norm=self._new(NORM, hidden),
-            head=embed if config.tie_word_embeddings else self._new(HEAD, vocab, hidden),
-        )
 
-    def weights(self) -> ModelWeights:
-        """The weights; whole once every destination has been written."""
-        return self._weights
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Embedding, final norm and head."""
+        config = self._config
+        embed = self._new(EMBED, config.vocab_size, config.hidden_size)
+        head = embed if config.tie_word_embeddings else self._new(HEAD, config.vocab_size, config.hidden_size)
+        return embed, self._new(NORM, config.hidden_size), head
 
     def _new(self, name: str, *shape: int) -> torch.Tensor:
         """Memory for what the rank keeps of the tensor `name` of `shape`."""
@@ -52,7 +47,8 @@ class Placement:
         """All of the tensor `name` goes to `out` [rows, columns]."""
         self.destinations[name] = Destination(out, Region(range(out.shape[0]), range(out.shape[1])))
 
-    def _layer(self, layer: int) -> LayerWeights:
+    def layer(self, layer: int) -> LayerWeights:
+        """One decoder layer."""
         config, prefix = self._config, layer_prefix(layer)
         return LayerWeights(
             input_norm=self._new(f"{prefix}input_layernorm.weight", config.hidden_size),

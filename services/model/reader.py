@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,11 +57,13 @@ def read_tensors(
     total, done = sum(piece.num_bytes for piece in pieces), 0
     threads = num_threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with ExitStack() as stack:
-        files = {path: os.open(path, os.O_RDONLY) for path in {entry.path for entry in entries.values()}}
-        for file in files.values():
-            stack.callback(os.close, file)
+        files: dict[Path, int] = {}
+        for entry in (entry for piece in pieces for entry in (piece.entry, piece.scale) if entry is not None):
+            if entry.path not in files:
+                files[entry.path] = os.open(entry.path, os.O_RDONLY)
+                stack.callback(os.close, files[entry.path])
         pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="weights"))
-        reader = _Reader({str(path): file for path, file in files.items()}, block)
+        reader = _Reader(files, block)
         try:
             for future in as_completed([pool.submit(reader.read, piece) for piece in pieces]):
                 done += future.result()
@@ -68,6 +71,14 @@ def read_tensors(
         except BaseException:
             pool.shutdown(cancel_futures=True)  # the first error is the one to tell
             raise
+
+
+def stored_bytes(entry: TensorEntry, region: Region, block: tuple[int, int] | None) -> int:
+    """Bytes that a region of a tensor has in its file, those of its scales included."""
+    size = region.num_values * ITEM_BYTES[entry.dtype]
+    if entry.dtype == "F8_E4M3" and block is not None:
+        size += region.blocks(block).num_values * ITEM_BYTES["F32"]
+    return size
 
 
 def _pieces(name: str, entries: Mapping[str, TensorEntry], to: Destination, block: tuple[int, int] | None) -> Iterator[_Piece]:
@@ -81,17 +92,15 @@ def _pieces(name: str, entries: Mapping[str, TensorEntry], to: Destination, bloc
     while begin < region.rows.stop:
         end = min((begin // step + 1) * step, region.rows.stop)
         part = Region(range(begin, end), region.columns)
-        size = part.num_values * ITEM_BYTES[entry.dtype]
-        if scale is not None and block is not None:
-            size += part.blocks(block).num_values * ITEM_BYTES[scale.dtype]
-        yield _Piece(name, entry, scale, part, out[begin - region.rows.start : end - region.rows.start], size)
+        target = out[begin - region.rows.start : end - region.rows.start]
+        yield _Piece(name, entry, scale, part, target, stored_bytes(entry, part, block))
         begin = end
 
 
 class _Reader:
     """Reads pieces, in any thread."""
 
-    def __init__(self, files: Mapping[str, int], block: tuple[int, int] | None) -> None:
+    def __init__(self, files: Mapping[Path, int], block: tuple[int, int] | None) -> None:
         self._files, self._block = files, block
         self._local = threading.local()  # each thread's buffer for bytes as stored
 
@@ -133,7 +142,7 @@ class _Reader:
         done = 0
         while done < len(target):
             try:
-                count = os.preadv(self._files[str(entry.path)], [target[done:]], offset + done)
+                count = os.preadv(self._files[entry.path], [target[done:]], offset + done)
             except OSError as error:
                 raise CheckpointError(f"tensor {name} cannot be read from {entry.path}: {error.strerror}") from None
             if count == 0:

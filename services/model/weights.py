@@ -3,6 +3,7 @@
 Shapes use the config's names; nothing here knows a checkpoint's tensor names (`names.py` does) or any computation.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,6 @@ class ModelWeights:
     """The whole model as one rank holds it."""
 
     embed: torch.Tensor  # [vocab, hidden]
-    layers: tuple[LayerWeights, ...]  # num_hidden_layers
+    layers: Iterable[LayerWeights]  # num_hidden_layers: a tuple, or each read when it is asked for, once
     norm: torch.Tensor  # [hidden]
     head: torch.Tensor  # [vocab, hidden]; the same tensor as `embed` when tied

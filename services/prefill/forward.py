@@ -1,5 +1,6 @@
 """One prefill step of one rank: a ragged batch of prompt chunks in, latents into the pages, logits of the last tokens out."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,7 +72,8 @@ class PrefillForward:
         with torch.inference_mode():
             cos, sin = cos_sin_table(config, config.max_position_embeddings)
             self._rotations = rotations(cos.to(weights.embed.dtype), sin.to(weights.embed.dtype))  # [positions, rope / 2]
-            self._layers = [PrefillLayer(config, layer, i, scale, backend) for i, layer in enumerate(weights.layers)]
+            # `map` holds no layer while the next one is read, as a loop's variable would
+            self._layers = list(map(lambda layer, i: PrefillLayer(config, layer, i, scale, backend), weights.layers, itertools.count()))
             self._head = create_linear(weights.head, few_rows=False, backend=backend)
 
     @torch.inference_mode()

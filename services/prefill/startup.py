@@ -8,7 +8,7 @@ from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.pages import Holder, HolderKind
 from services.kv.rank_kv import RankKv, open_rank_kv
 from services.model.config import ModelConfig, load_config
-from services.model.loader import load_weights, no_progress, revision, show_progress
+from services.model.loader import no_progress, revision, show_progress, stream_weights
 from services.model.params import SAMPLER_VERSION
 from services.prefill.forward import PrefillChunk, PrefillForward
 from services.runtime.config import Config
@@ -49,7 +49,7 @@ def load(config: Config, rank: int) -> Loaded:
     # One bar a front is enough, and none where nobody looks or where a cluster tells of the start (it takes our stdout away).
     is_watched = sys.stdout.isatty() and sys.stderr.isatty()
     progress = show_progress("prefill: weights") if rank == 0 and is_watched else no_progress
-    forward = PrefillForward(model, load_weights(folder, model, progress))
+    forward = PrefillForward(model, stream_weights(folder, model, progress))
     layout = KvLayout(
         num_layers=model.num_hidden_layers, kv_lora_rank=model.kv_lora_rank, rope_dim=model.qk_rope_head_dim, dtype=section.dtype
     )

@@ -164,9 +164,10 @@ def test_a_file_that_shrank_after_its_header_was_read(tmp_path: Path) -> None:
     make(tmp_path)
     config, entries, path = load_config(tmp_path), read_entries(tmp_path), tmp_path / "model.safetensors"
     os.truncate(path, path.stat().st_size // 2)
-    destinations = Placement(config, range(8), range(4)).destinations
+    placement = Placement(config, range(8), range(4))
+    placement.layer(2)
     with pytest.raises(CheckpointError, match=r"tensor .* of .*model.safetensors ends early"):
-        read_tensors(entries, destinations, None, no_progress)
+        read_tensors(entries, placement.destinations, None, no_progress)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
