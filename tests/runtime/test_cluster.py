@@ -56,7 +56,8 @@ async def test_interrupted_start_names_nobody_and_leaves_no_process(tmp_path: Pa
         stopping.set()
         with pytest.raises(Interrupted):
             await starting
-        family = psutil.Process().children(recursive=True)
+        heads = [psutil.Process(process.pid) for process in cluster.processes.values()]
+        family = [*heads, *(child for head in heads for child in head.children(recursive=True))]
     assert not (tmp_path / "router").exists()
     assert all(process.returncode is not None for process in cluster.processes.values())
     await until(lambda: not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in family), "all have ended")
