@@ -8,6 +8,14 @@ from services.doctor.checkpoint import describe, inspect
 from services.runtime.errors import BatonError
 
 
+def _gigabytes(text: str) -> float:
+    """Memory of a GPU as given on the command line."""
+    value = float(text)
+    if not 0 < value <= 1e6:
+        raise ValueError(f"{text} is no size of a memory")
+    return value
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the subcommand; an error is one sentence and exit status 1."""
     parser = argparse.ArgumentParser(prog="python -m services.doctor")
@@ -16,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     checkpoint.add_argument("folder", type=Path, help="a Hugging Face folder; its safetensors files may be missing")
     checkpoint.add_argument("--ep", type=int, default=1, help="ranks that share the experts (default 1)")
     checkpoint.add_argument("--tp", type=int, default=1, help="ranks that share the heads (default 1)")
-    checkpoint.add_argument("--gpu-memory", type=float, metavar="GB", help="memory of a GPU (default: those of H100 and H200)")
+    checkpoint.add_argument("--gpu-memory", type=_gigabytes, metavar="GB", help="memory of a GPU (default: those of H100 and H200)")
     checkpoint.add_argument("--kv-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the latent pages")
     checkpoint.add_argument("--hash", action="store_true", help="read every byte for the revision, however long that takes")
     options = parser.parse_args(arguments)

@@ -6,6 +6,7 @@ gigabytes is checked in moments and before any memory is taken. No torch.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def shard_paths(folder: Path) -> list[Path]:
     index = _read_index(folder)
     paths = [folder / name for name in sorted(set(index.values()))] if index is not None else [folder / SINGLE_NAME]
     for path in paths:
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise CheckpointError(f"{path} does not exist; a model folder holds {SINGLE_NAME}, or {INDEX_NAME} and all files that it names")
     return paths
 
@@ -116,7 +117,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     try:
         names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         index = {str(name): str(file) for name, file in names.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is not a JSON object with weight_map (tensor name to file name); rebuild the index") from None
     for file in index.values():
         if Path(file).name != file:
@@ -137,9 +138,9 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
         entries: dict[str, TensorEntry] = {}
         for name, value in header.items():
             if name != "__metadata__":
-                begin, end = (8 + length + offset for offset in cast("list[int]", value["data_offsets"]))
-                entries[name] = TensorEntry(path, str(value["dtype"]), tuple(cast("list[int]", value["shape"])), begin, end)
-    except (ValueError, KeyError, TypeError, AttributeError):
+                begin, end = (8 + length + offset for offset in _sizes(value["data_offsets"]))
+                entries[name] = TensorEntry(path, str(value["dtype"]), tuple(_sizes(value["shape"])), begin, end)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} has no readable safetensors header; fetch it again") from None
     if len(header) != len(pairs):
         twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
@@ -149,4 +150,16 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(
                 f"tensor {name} ends at byte {entry.end} of {path}, which has only {size}: the file is truncated; fetch it again"
             )
+    in_order = sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end))
+    for (name, entry), (other, following) in itertools.pairwise(in_order):
+        if entry.end > following.begin:
+            raise CheckpointError(f"tensors {name} and {other} overlap in {path}: its header is damaged; fetch it again")
     return entries
+
+
+def _sizes(value: object) -> list[int]:
+    """A header's list of sizes or offsets. Raises TypeError or ValueError for what is none."""
+    sizes = cast("list[int]", value)
+    if not isinstance(value, list) or any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError("no list of whole numbers")
+    return sizes

@@ -6,6 +6,7 @@ is an error that names key, value and what is; a value that is silently ignored 
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -89,7 +90,7 @@ def load_config(folder: Path) -> ModelConfig:
 
     A `generation_config.json` beside it adds its end tokens: Kimi K2's chat turns end with one that config.json lacks.
     """
-    path = folder if folder.is_file() else folder / "config.json"
+    path = folder if os.path.isfile(folder) else folder / "config.json"  # Path.is_file raises over a name that is too long
     raw = _read_object(path)
     if raw is None:
         raise CheckpointError(f"{path} does not exist; a model folder holds config.json beside its safetensors files")
@@ -108,7 +109,7 @@ def _read_object(path: Path) -> dict[str, object] | None:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds a {type(raw).__name__} but must hold a JSON object")
@@ -136,11 +137,11 @@ def parse_config(raw: dict[str, object], source: str) -> ModelConfig:
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
         moe_intermediate_size=fields.integer("moe_intermediate_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
+        num_hidden_layers=fields.integer("num_hidden_layers", maximum=1024),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", minimum=0, maximum=family.max_mtp_layers, default=0),
         num_attention_heads=heads,
         n_shared_experts=fields.integer("n_shared_experts", minimum=0, default=0),
-        n_routed_experts=fields.integer("n_routed_experts"),
+        n_routed_experts=fields.integer("n_routed_experts", maximum=4096),
         num_experts_per_tok=fields.integer("num_experts_per_tok"),
         n_group=fields.integer("n_group", default=groups),
         topk_group=fields.integer("topk_group", default=groups),
@@ -155,10 +156,10 @@ def parse_config(raw: dict[str, object], source: str) -> ModelConfig:
         qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
         qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
         v_head_dim=fields.integer("v_head_dim"),
-        rms_norm_eps=fields.number("rms_norm_eps"),
+        rms_norm_eps=fields.number("rms_norm_eps", maximum=1.0),
         rope_theta=theta,
         rope_scaling=None if yarn is None else YarnConfig(*yarn),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
+        max_position_embeddings=fields.integer("max_position_embeddings", minimum=2),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
         bos_token_id=fields.integer("bos_token_id", minimum=0, maximum=vocab_size - 1),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),

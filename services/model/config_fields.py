@@ -7,6 +7,10 @@ from services.runtime.errors import CheckpointError
 
 T = TypeVar("T")
 
+# Bounds far beyond any model: what lies outside is a damaged file, and would end in overflow or in names without end.
+_MAX_INTEGER = 1 << 24
+_MAX_NUMBER = 1e6
+
 _ALIASES = {"num_nextn_predict_layers": "num_mtp_layers"}  # transformers 5 may write the right-hand name
 
 
@@ -52,26 +56,29 @@ class Fields:
         """Refuse every value of `key` other than `supported`, which an absent key means."""
         self.choice(key, (supported,))
 
-    def integer(self, key: str, *, minimum: int = 1, maximum: int | None = None, default: int | None = None) -> int:
-        """A whole number of at least `minimum`."""
+    def integer(self, key: str, *, minimum: int = 1, maximum: int = _MAX_INTEGER, default: int | None = None) -> int:
+        """A whole number of at least `minimum` and at most `maximum`."""
         value = default if self.get(key) is None else self.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum or (maximum is not None and value > maximum):
-            upper = "" if maximum is None else f" and at most {maximum}"
-            raise self.error(key, f"it must be a whole number of at least {minimum}{upper}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.error(key, f"it must be a whole number of at least {minimum} and at most {maximum}")
         return value
 
     def optional_integer(self, key: str) -> int | None:
         """A whole number of at least 1; null and absent are None."""
         return None if self.get(key) is None else self.integer(key)
 
-    def number(self, key: str, *, minimum: float = 0.0, exclusive: bool = True, default: float | None = None) -> float:
-        """A finite number above (or, not `exclusive`, at) `minimum`."""
+    def number(
+        self, key: str, *, minimum: float = 0.0, maximum: float = _MAX_NUMBER, exclusive: bool = True, default: float | None = None
+    ) -> float:
+        """A number above (or, not `exclusive`, at) `minimum` and at most `maximum`."""
         value = default if self.get(key) is None else self.get(key)
         word = "above" if exclusive else "at least"
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise self.error(key, f"it must be a number {word} {minimum:g}")
         if value < minimum or (exclusive and value == minimum):
             raise self.error(key, f"it must be {word} {minimum:g}")
+        if value > maximum:
+            raise self.error(key, f"it must be at most {maximum:g}")
         return float(value)
 
     def boolean(self, key: str, *, default: bool) -> bool:
@@ -101,7 +108,7 @@ def read_yarn(fields: Fields) -> tuple[float, tuple[float, int, float, float, fl
     newer = fields.section("rope_parameters")
     scaling = newer or fields.section("rope_scaling")
     holder = newer if newer is not None and newer.get("rope_theta") is not None else fields
-    theta = holder.number("rope_theta", minimum=1.0, default=10000.0)
+    theta = holder.number("rope_theta", minimum=1.0, maximum=1e12, default=10000.0)
     if scaling is None:
         return theta, None
     type_key = "rope_type" if scaling.get("rope_type") is not None else "type"

@@ -52,6 +52,8 @@ def _check_blocks(name: str, entry: TensorEntry, entries: dict[str, TensorEntry]
 
 
 def _check_scale(name: str, entry: TensorEntry, entries: dict[str, TensorEntry]) -> None:
+    if entry.dtype != "F32":
+        raise CheckpointError(f"tensor {name} of {entry.path} has dtype {entry.dtype} but only F32 is supported for scales")
     weight = entries.get(name.removesuffix(SCALE_SUFFIX))
     if weight is None or weight.dtype != "F8_E4M3":
         raise CheckpointError(f"tensor {name} of {entry.path} scales no FP8 tensor; remove it or restore the weight")

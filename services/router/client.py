@@ -195,6 +195,9 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has enough
         sys.stdout = None
         sys.exit(1)
+    except OSError as error:
+        sys.stdout = None
+        sys.exit(f"error: the answer cannot be written: {error.strerror}")
 
 
 if __name__ == "__main__":

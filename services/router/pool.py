@@ -194,7 +194,9 @@ class Pool:
 
     async def wait_changed(self, timeout_s: float | None = None) -> None:
         """Until ranks come, go, open or leave. Raises TimeoutError."""
-        await asyncio.wait_for(self._changed.wait(), timeout_s)
+        # Not wait_for: on Python 3.11 it swallows a cancellation that comes in the same turn as the change.
+        async with asyncio.timeout(timeout_s):
+            await self._changed.wait()
 
     async def close(self) -> None:
         for state in list(self._ranks.values()):

@@ -110,3 +110,10 @@ def test_errors_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(["checkpoint", *arguments]) == 1
         shown = capsys.readouterr().err
         assert shown.startswith("doctor: ") and sentence in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "1e300", "-5", "0", "much"])
+def test_gpu_memory_is_checked(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", "deploy/demo_model", "--gpu-memory", memory])
+    assert ended.value.code == 2 and "--gpu-memory" in capsys.readouterr().err

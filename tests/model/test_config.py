@@ -89,6 +89,17 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
         ({"quantization_config": FP8 | {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq' but only 'fp8' is supported"),
         ({"quantization_config": FP8 | {"weight_block_size": [64, 64]}}, "weight_block_size is [64, 64] but only [128, 128] is supported"),
         ({"quantization_config": 8}, "quantization_config is 8 but it must be an object"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000 but it must be a whole number of at least 1 and at most 1024"),
+        ({"n_routed_experts": 10**7, "n_group": 1, "topk_group": 1}, "n_routed_experts is 10000000 but"),
+        ({"hidden_size": 10**30}, "but it must be a whole number of at least 1 and at most"),
+        ({"q_lora_rank": 10**30}, "but it must be a whole number of at least 1 and at most"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings is 1 but it must be a whole number of at least 2"),
+        ({"max_position_embeddings": 10**30}, "but it must be a whole number of at least 2 and at most"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e+300 but it must be at most 1"),
+        ({"routed_scaling_factor": 1e300}, "routed_scaling_factor is 1e+300 but it must be at most"),
+        ({"rope_theta": 1e308}, "rope_theta is 1e+308 but it must be at most"),
+        ({"rope_scaling": YARN | {"factor": 1e308}}, "rope_scaling.factor is 1e+308 but it must be at most"),
+        ({"rope_scaling": YARN | {"mscale": 1e308}}, "rope_scaling.mscale is 1e+308 but it must be at most"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -124,6 +135,11 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):
         load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        load_config(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_config(tmp_path / ("long" * 1500))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a list but must hold a JSON object"):
         load_config(tmp_path)

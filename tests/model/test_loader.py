@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -238,19 +240,60 @@ def test_broken_index_and_files(tmp_path: Path) -> None:
         ({"a.weight": "model-00001-of-00002.safetensors"}, "tensor a.weight is missing from"),
         ({NORM: "model-00009-of-00002.safetensors"}, "model-00009-of-00002.safetensors does not exist"),
         ({NORM: "../model.safetensors"}, "names the file '../model.safetensors'"),
+        ({NORM: "long" * 1500 + ".safetensors"}, "does not exist"),
     ]:
         with_map(changes)
         with pytest.raises(CheckpointError, match=sentence.replace(".", r"\.")):
             load_weights(tmp_path, config)
-    index.write_text("[]")
-    with pytest.raises(CheckpointError, match="is not a JSON object with weight_map"):
-        load_weights(tmp_path, config)
+    for text in ("[]", "[" * 100_000):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match="is not a JSON object with weight_map"):
+            load_weights(tmp_path, config)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist"):
         load_weights(tmp_path, config)
     (tmp_path / "model.safetensors").write_bytes(b"\x04" + 7 * b"\0" + b"oops")
     with pytest.raises(CheckpointError, match="has no readable safetensors header"):
         load_weights(tmp_path, config)
+
+
+def edit_header(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Change a file's header alone."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({"data_offsets": [0, 64]}, "overlap"),
+    ({"data_offsets": [True, 64]}, "no readable safetensors header"),
+    ({"data_offsets": [-64, 0]}, "no readable safetensors header"),
+    ({"shape": [True]}, "no readable safetensors header"),
+    ({"shape": [-16]}, "no readable safetensors header"),
+], ids=str)
+def test_damaged_header(change: dict[str, object], sentence: str, tmp_path: Path) -> None:
+    """Two tensors in one place would load in silence, with wrong weights."""
+    make(tmp_path)
+    path = tmp_path / "model.safetensors"
+    edit_header(path, lambda header: header["model.norm.weight"].update(change))
+    with pytest.raises(CheckpointError, match=sentence):
+        load_weights(tmp_path, load_config(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["I4", 5])
+def test_scale_of_an_unknown_type(dtype: object, tmp_path: Path) -> None:
+    make(tmp_path, fp8=True)
+
+    def edit(header: dict[str, Any]) -> None:
+        name = next(name for name in header if name.endswith(SCALE_SUFFIX))
+        header[name]["dtype"] = dtype
+
+    edit_header(tmp_path / "model.safetensors", edit)
+    with pytest.raises(CheckpointError, match=r"dtype|F32"):
+        load_weights(tmp_path, load_config(tmp_path))
 
 
 def test_revision_follows_every_byte_and_is_cached(tmp_path: Path) -> None:
