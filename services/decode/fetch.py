@@ -12,8 +12,9 @@ from collections.abc import Callable
 from proto.baton.v1 import common_pb2
 from services.decode.claims import Claims, pages_wanted
 from services.decode.messages import Cancel, Claimed, Failed, Finished, FirstToken, Ready, RequestEvent, SessionLost, Submit, TransferTimes
-from services.decode.request import HolderRank, Request, RequestState
+from services.decode.request import Request, RequestState
 from services.kv.layout import PAGE_SIZE
+from services.kv.peers import Peers
 from services.kv.puller import PullEnded, PullState
 from services.kv.rank_kv import RankKv
 from services.runtime.errors import HandoffError
@@ -34,7 +35,7 @@ class Fetcher:
         self._max_model_len = max_model_len
         self._emit, self._deliver, self._clock = emit, deliver, clock
         self._claims = Claims(max_claims)
-        self._incarnations: dict[tuple[str, int], str] = {}  # (address, rank) of a holder -> its instance id
+        self._peers = Peers(kv.transport)
         self._in_vain: tuple[tuple[int, int], int, int] | None = None  # claim, free pages and cached pages of the last failed attempt
         self._deadlines_checked_at = 0.0
 
@@ -55,7 +56,7 @@ class Fetcher:
             self._say_failed(request, common_pb2.STALE_ATTEMPT, f"{request.key} is claimed already; an attempt is submitted once")
             return
         try:
-            self._add_peer(command.spec.source)
+            self._peers.meet(command.spec.source)
             self._check(request)
             with self._kv.lock:
                 self._kv.pulls.claim(request.key, command.spec.source.instance_id)
@@ -97,21 +98,6 @@ class Fetcher:
         self._check_deadlines()
 
     # ---- booking
-
-    def _add_peer(self, source: HolderRank) -> None:
-        """The holder becomes a peer; an older incarnation of the same rank gets no new reads."""
-        place = source.address, source.rank
-        before = self._incarnations.get(place)
-        if before == source.instance_id and self._kv.transport.has_peer(source.instance_id):
-            return
-        named = self._kv.transport.add_peer(source.peer)
-        if named != source.instance_id:
-            message = f"the holder is instance {source.instance_id} but its metadata belongs to {named}; register that rank again"
-            raise HandoffError(common_pb2.PEER_GONE, message)
-        if before is not None and before != named:
-            _log.info("holder %s at %s rank %d replaces %s", named, *place, before)
-            self._kv.transport.close_peer(before)
-        self._incarnations[place] = named
 
     def _check(self, request: Request) -> None:
         num_pages = self._kv.pool.num_pages

@@ -5,7 +5,7 @@ import msgspec
 
 from services.kv.hash import ROOT, page_digest, page_digests
 from services.kv.layout import PAGE_SIZE
-from services.kv.messages import HandoffState, RequestKey
+from services.kv.messages import HandoffState, PeerRank, RequestKey
 from services.kv.pages import Holder, HolderKind
 from services.model.params import SamplingParams
 
@@ -21,15 +21,6 @@ class RequestState(StrEnum):
     ABORTED = "aborted"
 
 
-class HolderRank(msgspec.Struct, frozen=True):
-    """The rank that announces a request's pages. `address` and `rank` stay when its engine is restarted, `instance_id` does not."""
-
-    instance_id: str
-    address: str
-    rank: int
-    peer: bytes
-
-
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the router asks for. `token_ids` ends with the `num_output_tokens` tokens that were sent already."""
 
@@ -38,7 +29,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_output_tokens: int = 0
     salt: bytes = b""
     params: SamplingParams
-    source: HolderRank
+    source: PeerRank
     num_preemptions: int = 0
     timeout_s: float = 0.0  # time left; 0 = none
 

@@ -8,8 +8,8 @@ from typing import cast
 
 from proto.baton.v1 import common_pb2, decode_pb2
 from services.decode.messages import Claimed, Failed, Finished, FirstToken, Ready, RequestEvent, StepOut, Submit
-from services.decode.request import HolderRank, RequestSpec
-from services.kv.messages import RequestKey
+from services.decode.request import RequestSpec
+from services.kv.messages import PeerRank, RequestKey
 from services.model.params import SamplingParams, check_params, check_token_ids
 from services.runtime.errors import InvalidRequest
 
@@ -30,7 +30,7 @@ def to_submit(session: int, message: decode_pb2.Submit, vocab_size: int) -> Subm
         num_output_tokens=prompt.num_output_tokens,
         salt=prompt.salt,
         params=params,
-        source=HolderRank(holder.instance_id, holder.pool_address, holder.rank, holder.peer),
+        source=PeerRank(holder.instance_id, holder.pool_address, holder.rank, holder.peer),
         num_preemptions=message.num_preemptions,
         timeout_s=message.deadline_us / 1e6,
     )

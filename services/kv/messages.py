@@ -22,6 +22,15 @@ class RequestKey(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
 
 
+class PeerRank(msgspec.Struct, frozen=True):
+    """The rank at the other end. `address` and `rank` stay when its engine is restarted, `instance_id` does not."""
+
+    instance_id: str
+    address: str
+    rank: int
+    peer: bytes
+
+
 class PenaltyCounts(msgspec.Struct, frozen=True):
     """Token counts that the sampler's penalties need, as plain ints."""
 

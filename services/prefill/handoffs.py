@@ -1,7 +1,7 @@
 """The holder's side of an engine: its readers as peers, and the thread that hears from them while forwards run.
 
     handoffs = Handoffs(kv); handoffs.start()
-    instance = handoffs.add_reader(run.reader)        HandoffError when it may not be paired
+    handoffs.add_reader(run.reader)                   HandoffError when it may not be paired
     with kv.lock:
         handoffs.open / announce / finish / abort     see services/kv/lease.py
     ended = handoffs.take_ended()                     for the main loop; raises when the thread has failed
@@ -14,12 +14,11 @@ import threading
 import time
 from collections import deque
 
-from proto.baton.v1 import common_pb2
 from services.kv.lease import LeaseEnded
-from services.kv.messages import RequestKey
+from services.kv.messages import PeerRank, RequestKey
+from services.kv.peers import Peers
 from services.kv.rank_kv import RankKv
-from services.prefill.messages import ReaderRank
-from services.runtime.errors import EngineError, HandoffError
+from services.runtime.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -29,33 +28,24 @@ class Handoffs:
 
     def __init__(self, kv: RankKv) -> None:
         self._kv = kv
-        self._instances: dict[tuple[str, int], str] = {}  # (address, rank) -> its incarnation, as last heard
+        self._peers = Peers(kv.transport)
         self._ended: deque[LeaseEnded] = deque()
         self._stopping = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._drive, name="handoff", daemon=True)
 
-    def add_reader(self, reader: ReaderRank) -> None:
-        """Make the reader a peer, now rather than at its first announcement; an older incarnation of it gets nothing new."""
-        slot = (reader.address, reader.rank)
-        before = self._instances.get(slot)
-        if before == reader.instance_id and self._kv.transport.has_peer(reader.instance_id):
-            return
-        named = self._kv.transport.add_peer(reader.peer)
-        if named != reader.instance_id:
-            message = f"the reader is instance {reader.instance_id} but its metadata is of {named}; register that rank again"
-            raise HandoffError(common_pb2.PEER_GONE, message)
-        if before is not None and before != named:
-            self._kv.transport.close_peer(before)
-        self._instances[slot] = named
+    def add_reader(self, reader: PeerRank) -> None:
+        """Make the reader a peer, now rather than at its first announcement."""
+        self._peers.meet(reader)
 
-    def tell(self, key: RequestKey, reader: ReaderRank | None, reason: int, message: str) -> None:
+    def tell(self, key: RequestKey, reader: PeerRank | None, reason: int, message: str) -> None:
         """End a hand-off in whatever state it is, under the lock. A reader hears of it even when the request was never admitted."""
         if reader is None or not self._kv.transport.has_peer(reader.instance_id):
             return
         if self._kv.leases.state(key) is None:
-            self._kv.leases.open(key, [reader.instance_id])
-        self._kv.leases.abort(key, reason, message)
+            self._kv.leases.refuse(key, [reader.instance_id], reason, message)
+        else:
+            self._kv.leases.abort(key, reason, message)
 
     def tick(self) -> None:
         """One turn of the thread: hear readers, expire leases."""

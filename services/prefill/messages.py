@@ -6,18 +6,9 @@ Every Run is answered by exactly one RunDone or RunFailed, cancelled ones too. A
 """
 import msgspec
 
-from services.kv.messages import RequestKey
+from services.kv.messages import PeerRank, RequestKey
 from services.model.params import SamplingParams
 from services.runtime.ipc import Heartbeat, RankLoad, StartFailed, Stop, Up
-
-
-class ReaderRank(msgspec.Struct, frozen=True):
-    """The rank that will pull the pages. `address` and `rank` stay when its engine is restarted, `instance_id` does not."""
-
-    instance_id: str
-    address: str
-    rank: int
-    peer: bytes
 
 
 class Run(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -28,7 +19,7 @@ class Run(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_output_tokens: int
     salt: bytes
     params: SamplingParams
-    reader: ReaderRank | None
+    reader: PeerRank | None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

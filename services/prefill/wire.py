@@ -6,9 +6,9 @@ import math
 from typing import cast
 
 from proto.baton.v1 import common_pb2, prefill_pb2
-from services.kv.messages import RequestKey
+from services.kv.messages import PeerRank, RequestKey
 from services.model.params import SamplingParams, check_params, check_token_ids
-from services.prefill.messages import ReaderRank, Run, RunDone, RunFailed
+from services.prefill.messages import Run, RunDone, RunFailed
 from services.runtime.errors import HandoffError, InvalidRequest
 from services.runtime.ipc import Up
 
@@ -98,5 +98,5 @@ def _check_values(request: prefill_pb2.PrefillRequest, up: Up) -> None:
         )
 
 
-def _reader(rank: common_pb2.Rank) -> ReaderRank:
-    return ReaderRank(instance_id=rank.instance_id, address=rank.pool_address, rank=rank.rank, peer=rank.peer)
+def _reader(rank: common_pb2.Rank) -> PeerRank:
+    return PeerRank(instance_id=rank.instance_id, address=rank.pool_address, rank=rank.rank, peer=rank.peer)

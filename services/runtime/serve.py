@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.runtime import errors
 
-# Version of proto/baton/v1 and of the NIXL notifications; unequal peers refuse each other.
+# Version of proto/baton/v1 (NIXL notifications have their own, services/kv/messages.py); unequal peers refuse each other.
 #   1  first
 WIRE_VERSION = 1
 

@@ -13,10 +13,10 @@ from services.decode.fetch import Fetcher
 from services.decode.forward import DecodeBatch
 from services.decode.loop import DecodeLoop, Forward
 from services.decode.messages import Cancel, Failed, Finished, Ready, RequestEvent, SessionLost, StepOut, Submit
-from services.decode.request import HolderRank, Request, RequestSpec, RequestState, num_pages_for
+from services.decode.request import Request, RequestSpec, RequestState, num_pages_for
 from services.kv.layout import PAGE_SIZE, Compatibility, KvLayout
 from services.kv.local_transport import LocalFabric
-from services.kv.messages import HandoffState, PenaltyCounts, RequestKey
+from services.kv.messages import HandoffState, PeerRank, PenaltyCounts, RequestKey
 from services.kv.pages import Holder, HolderKind
 from services.kv.rank_kv import RankKv, open_rank_kv
 from services.model.params import SamplingParams
@@ -102,8 +102,8 @@ class ScriptedHolder:
         self._pages: dict[RequestKey, list[int]] = {}
         self._first_tokens: dict[RequestKey, int] = {}
 
-    def rank(self, address: str = "prefill:1") -> HolderRank:
-        return HolderRank(self.kv.instance_id, address, 0, self.kv.transport.metadata())
+    def rank(self, address: str = "prefill:1") -> PeerRank:
+        return PeerRank(self.kv.instance_id, address, 0, self.kv.transport.metadata())
 
     def open(self, spec: RequestSpec, reader: RankKv) -> None:
         """Compute the prompt and open the lease; announces nothing."""

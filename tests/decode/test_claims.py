@@ -4,16 +4,16 @@ import random
 import pytest
 
 from services.decode.claims import Claims, pages_wanted
-from services.decode.request import HolderRank, Request, RequestSpec, RequestState
+from services.decode.request import Request, RequestSpec, RequestState
 from services.kv.hash import page_digests
-from services.kv.messages import RequestKey
+from services.kv.messages import PeerRank, RequestKey
 from services.model.params import SamplingParams
 
 
 def request(number: int, num_tokens: int = 10, max_tokens: int = 100, **fields: int) -> Request:
     spec = RequestSpec(
         key=RequestKey(f"r{number}", 0, 0), token_ids=list(range(2, 2 + num_tokens)), params=SamplingParams(max_tokens=max_tokens, seed=0),
-        source=HolderRank("p", "a:1", 0, b""), **fields,
+        source=PeerRank("p", "a:1", 0, b""), **fields,
     )
     return Request(1, number, spec, max_model_len=1000, now=0.0)
 

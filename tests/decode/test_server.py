@@ -10,9 +10,8 @@ import pytest
 from proto.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode import session as session_module
 from services.decode.messages import Cancel, Claimed, Failed, Finished, FirstToken, Ready, SessionLost, StepOut, Submit, TransferTimes
-from services.decode.request import HolderRank
 from services.decode.server import SERVICE, DecodeService
-from services.kv.messages import RequestKey
+from services.kv.messages import PeerRank, RequestKey
 from services.runtime.errors import EngineError
 from services.runtime.ipc import Up
 from services.runtime.serve import WIRE_VERSION, Server, open_channel
@@ -106,7 +105,7 @@ async def test_submit_reaches_the_rank_whole(rig: Rig) -> None:
     assert isinstance(command, Submit) and command.handle == 1
     spec = command.spec
     assert spec.key == RequestKey("q", 0, 3) and spec.token_ids == [5, 6, 7] and spec.num_output_tokens == 1 and spec.salt == b"s"
-    assert spec.source == HolderRank("p1", "h:1", 4, b"blob") and spec.num_preemptions == 2 and spec.timeout_s == 2.5
+    assert spec.source == PeerRank("p1", "h:1", 4, b"blob") and spec.num_preemptions == 2 and spec.timeout_s == 2.5
     params = spec.params
     assert (params.temperature, params.top_k, params.min_tokens, params.max_tokens, params.stop_token_ids) == (0.5, 3, 1, 9, (4, 8))
     assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.5, 0.25, 0.5)

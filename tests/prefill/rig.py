@@ -7,7 +7,7 @@ import torch
 from proto.baton.v1 import common_pb2
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.local_transport import LocalFabric
-from services.kv.messages import Announce, RequestKey, decode
+from services.kv.messages import Announce, PeerRank, RequestKey, decode
 from services.kv.pages import Holder, HolderKind
 from services.kv.puller import PullEnded
 from services.kv.rank_kv import RankKv, open_rank_kv
@@ -15,7 +15,7 @@ from services.model.params import SamplingParams
 from services.prefill.engine import PrefillEngine
 from services.prefill.first_token import FirstTokenSampler
 from services.prefill.forward import PrefillChunk
-from services.prefill.messages import Cancel, Command, Event, ReaderRank, Run
+from services.prefill.messages import Cancel, Command, Event, Run
 from services.runtime.config import PrefillSection
 from services.runtime.engine import StepClock
 from services.runtime.ipc import RankLoad
@@ -105,9 +105,9 @@ class Rig:
             self.sent.append(payload)
         return [payload]
 
-    def reader(self, kv: RankKv | None = None) -> ReaderRank:
+    def reader(self, kv: RankKv | None = None) -> PeerRank:
         kv = kv or self.reader_kv
-        return ReaderRank(instance_id=kv.instance_id, address="decode:1", rank=0, peer=kv.transport.metadata())
+        return PeerRank(instance_id=kv.instance_id, address="decode:1", rank=0, peer=kv.transport.metadata())
 
     def run(
         self, *, num_tokens: int, name: str = "r", read: bool = True, first: int = 2, num_output: int = 0, **params: object

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from proto.baton.v1 import common_pb2
-from services.kv.messages import Ended, decode
+from services.kv.messages import Ended, PeerRank, decode
 from services.kv.pages import Holder, HolderKind
 from services.kv.pull import PullState
-from services.prefill.messages import LeaseOver, ReaderRank, RunDone, RunFailed
+from services.prefill.messages import LeaseOver, RunDone, RunFailed
 from services.runtime.errors import EngineError
 from tests.prefill.rig import VOCAB, Rig, open_kv
 
@@ -194,8 +194,8 @@ def test_a_reader_of_another_model_is_refused_naming_both(rig: Rig):
 
 
 def test_metadata_of_another_instance_is_refused(rig: Rig):
-    real: Callable[[], ReaderRank] = rig.reader
-    rig.reader = lambda: ReaderRank(instance_id="0123", address="decode:1", rank=0, peer=real().peer)  # pyright: ignore[reportAttributeAccessIssue]
+    real: Callable[[], PeerRank] = rig.reader
+    rig.reader = lambda: PeerRank(instance_id="0123", address="decode:1", rank=0, peer=real().peer)  # pyright: ignore[reportAttributeAccessIssue]
     rig.run(num_tokens=10)
     rig.turn()
     [failed] = rig.events()

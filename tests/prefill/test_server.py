@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 
 from proto.baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from services.kv.messages import RequestKey
-from services.prefill.messages import Cancel, Command, LeaseOver, ReaderRank, Run, RunDone, RunFailed
+from services.kv.messages import PeerRank, RequestKey
+from services.prefill.messages import Cancel, Command, LeaseOver, Run, RunDone, RunFailed
 from services.prefill.server import PrefillService
 from services.runtime.ipc import Up
 
@@ -88,7 +88,7 @@ async def test_a_run_reaches_its_engine_whole_and_its_token_comes_back(rig: Rig)
     call = rig.stub.Run(request())
     run = await rig.rank.sent.get()
     assert isinstance(run, Run) and run.key == RequestKey("r", 0, 2) and run.token_ids == [5, 6, 7]
-    assert (run.num_output_tokens, run.salt, run.reader) == (1, b"s", ReaderRank(instance_id="d0", address="h:1", rank=3, peer=b"blob"))
+    assert (run.num_output_tokens, run.salt, run.reader) == (1, b"s", PeerRank(instance_id="d0", address="h:1", rank=3, peer=b"blob"))
     assert (run.params.seed, run.params.max_tokens, run.params.stop_token_ids, run.params.logprobs) == (2**64 - 1, 10, (9,), 2)
     assert rig.service.num_active() == 1
     rig.emit(done(run.key))
