@@ -24,13 +24,12 @@ from services.decode.messages import Cancel, Command, Event, SessionLost, Stop, 
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.pages import HolderKind
 from services.kv.rank_kv import RankKv, open_rank_kv
-from services.model.config import ModelConfig
 from services.model.config import load_config as load_model_config
+from services.model.config import max_model_len
 from services.model.loader import revision, stream_weights
 from services.model.params import SAMPLER_VERSION
 from services.runtime.config import Config
 from services.runtime.engine import StepClock, run_engine
-from services.runtime.errors import ConfigError
 from services.runtime.ipc import EngineChannel, RankLoad, Up
 
 _IDLE_PAUSE_S = 0.002
@@ -101,14 +100,14 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
     torch.set_num_threads(section.threads)
     folder = Path(config.model.path)
     model = load_model_config(folder)
-    max_model_len = _max_model_len(config, model)
+    longest = max_model_len(model, config.model.max_model_len, folder)
     forward = DecodeForward(model, stream_weights(folder, model))
     layout = KvLayout(model.num_hidden_layers, model.kv_lora_rank, model.qk_rope_head_dim, section.dtype)
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
     kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine)
 
     fetcher = Fetcher(
-        kv, max_claims=section.max_claims, max_model_len=max_model_len, emit=channel.send,
+        kv, max_claims=section.max_claims, max_model_len=longest, emit=channel.send,
         deliver=lambda request: loop.inbox.put(request),
     )
     loop = DecodeLoop(
@@ -118,20 +117,13 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
     loop.warm_up()
     handoff = HandoffThread(channel, kv, fetcher, loop)
     channel.send(Up(
-        instance_id=kv.instance_id, peer=kv.transport.metadata(), fingerprint=mine.fingerprint, max_model_len=max_model_len,
+        instance_id=kv.instance_id, peer=kv.transport.metadata(), fingerprint=mine.fingerprint, max_model_len=longest,
         vocab_size=model.vocab_size, page_size=PAGE_SIZE, num_pages=section.num_pages, max_running=section.max_running,
     ))
     handoff.start()
     loop.run()
     handoff.join()
     kv.close()
-
-
-def _max_model_len(config: Config, model: ModelConfig) -> int:
-    wanted, possible = config.model.max_model_len, model.max_position_embeddings
-    if wanted > possible:
-        raise ConfigError(f"model.max_model_len is {wanted} but the model in {config.model.path} allows {possible}")
-    return wanted or possible
 
 
 if __name__ == "__main__":

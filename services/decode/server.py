@@ -1,11 +1,8 @@
 """Front of a decode pool: `baton.v1.Decode`, whose sessions become commands to the ranks and events back into replies."""
-import argparse
 import asyncio
 import contextlib
 import itertools
 import logging
-import signal
-import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -16,13 +13,10 @@ from proto.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode import wire
 from services.decode.messages import Cancel, Event, Failed, Finished, RequestEvent, SessionLost, StepOut
 from services.decode.session import RouterSession
-from services.runtime.config import argument_parser, load_config
 from services.runtime.errors import BatonError, EngineError, HandoffError, InvalidRequest
-from services.runtime.front import Front
-from services.runtime.process import die_with_parent, run_process
+from services.runtime.front import run_front
 from services.runtime.serve import WIRE_VERSION, Server, abort
 from services.runtime.supervisor import RankProcess
-from services.runtime.telemetry import setup_logging
 
 SERVICE = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
@@ -190,18 +184,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             session.rank.send(SessionLost(session.number))
 
 
-async def _serve(arguments: Sequence[str], parsed: argparse.Namespace, stopping: asyncio.Event) -> None:
-    config = load_config(parsed.config, parsed.set)
-    setup_logging("decode", config.log.level)
-    front = Front(
-        role="decode", module="services.decode.engine", services=[SERVICE], event_type=Event, config=config, section=config.decode,
-        arguments=arguments, pool=DecodeService(config.decode.drain_s),
-    )
-    await front.run(stopping)
-
-
 def main() -> None:
     """Run the front until a signal, then drain."""
-    parsed = argument_parser("One node's decode front: gRPC server and supervisor of its ranks").parse_args()
-    die_with_parent(signal.SIGTERM, parsed.die_with_parent)
-    run_process(lambda stopping: _serve(sys.argv[1:], parsed, stopping))
+    run_front("decode", service=SERVICE, event_type=Event, pool=lambda config: DecodeService(config.decode.drain_s))

@@ -13,7 +13,7 @@ from typing import cast
 
 from services.model.config_fields import Fields, read_block_size, read_yarn
 from services.model.families import FAMILIES, LATENT_NORM_EPS, ONLY_SUPPORTED
-from services.runtime.errors import CheckpointError
+from services.runtime.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,14 @@ class ModelConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether `layer` (0-based; an MTP layer counts on from `num_hidden_layers`) has experts."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+
+def max_model_len(config: ModelConfig, wanted: int, folder: Path) -> int:
+    """Tokens of prompt and output together: `wanted`, 0 = all that the model allows. Raises ConfigError for more than that."""
+    if wanted > config.max_position_embeddings:
+        possible = f"{folder} supports {config.max_position_embeddings} tokens"
+        raise ConfigError(f"model.max_model_len is {wanted} but {possible}; lower it, or 0 for all")
+    return wanted or config.max_position_embeddings
 
 
 def load_config(folder: Path) -> ModelConfig:

@@ -6,8 +6,6 @@ Cancelling the call (or its deadline passing) cancels the request; after the rep
 import asyncio
 import contextlib
 import logging
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,13 +17,10 @@ from services.kv.messages import RequestKey
 from services.prefill import messages
 from services.prefill.messages import Cancel, Event, LeaseOver, RequestEvent, RunDone, RunFailed
 from services.prefill.wire import check_form, refused, to_reply, to_run
-from services.runtime.config import argument_parser, load_config
 from services.runtime.errors import EngineError, HandoffError, InvalidRequest
-from services.runtime.front import Front
-from services.runtime.process import die_with_parent, run_process
+from services.runtime.front import run_front
 from services.runtime.serve import Server, abort
 from services.runtime.supervisor import RankProcess
-from services.runtime.telemetry import setup_logging
 
 SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
@@ -163,17 +158,5 @@ def _reply(event: RunDone | RunFailed) -> prefill_pb2.PrefillReply:
 
 
 def main() -> None:
-    """`python -m services.prefill`."""
-    arguments = argument_parser("One node's prefill front: gRPC server and supervisor of its ranks").parse_args()
-    die_with_parent(signal.SIGTERM, arguments.die_with_parent)
-
-    async def body(stopping: asyncio.Event) -> None:
-        config = load_config(arguments.config, arguments.set)
-        setup_logging("prefill", config.log.level)
-        front = Front(
-            role="prefill", module="services.prefill.engine", services=[SERVICE], event_type=Event, config=config, section=config.prefill,
-            arguments=sys.argv[1:], pool=PrefillService(),
-        )
-        await front.run(stopping)
-
-    run_process(body)
+    """Run the front until a signal, then drain."""
+    run_front("prefill", service=SERVICE, event_type=Event, pool=lambda _: PrefillService())

@@ -7,12 +7,11 @@ from pathlib import Path
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.pages import Holder, HolderKind
 from services.kv.rank_kv import RankKv, open_rank_kv
-from services.model.config import ModelConfig, load_config
+from services.model.config import ModelConfig, load_config, max_model_len
 from services.model.loader import no_progress, revision, show_progress, stream_weights
 from services.model.params import SAMPLER_VERSION
 from services.prefill.forward import PrefillChunk, PrefillForward
 from services.runtime.config import Config
-from services.runtime.errors import ConfigError
 from services.runtime.ipc import Up
 
 _WARM_PAGES = 4
@@ -41,11 +40,7 @@ def load(config: Config, rank: int) -> Loaded:
     """Load the model folder, register memory, run a forward. Raises SetupError in one sentence."""
     section, folder = config.prefill, Path(config.model.path)
     model = load_config(folder)
-    max_model_len = config.model.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"model.max_model_len is {max_model_len} but {folder} supports {model.max_position_embeddings} tokens; lower it, or 0 for all"
-        )
+    longest = max_model_len(model, config.model.max_model_len, folder)
     # One bar a front is enough, and none where nobody looks or where a cluster tells of the start (it takes our stdout away).
     is_watched = sys.stdout.isatty() and sys.stderr.isatty()
     progress = show_progress("prefill: weights") if rank == 0 and is_watched else no_progress
@@ -55,7 +50,7 @@ def load(config: Config, rank: int) -> Loaded:
     )
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
     kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine)
-    return Loaded(model, kv, forward, max_model_len, warm_up(forward, kv))
+    return Loaded(model, kv, forward, longest, warm_up(forward, kv))
 
 
 def warm_up(forward: PrefillForward, kv: RankKv) -> float:

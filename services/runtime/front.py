@@ -6,18 +6,21 @@ What a pool adds is its `PoolService`: the gRPC servicer that turns calls into c
 import asyncio
 import logging
 import os
+import signal
+import sys
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 from proto.baton.v1 import common_pb2, registry_pb2
-from services.runtime.config import Config, PoolSection
+from services.runtime.config import Config, PoolSection, argument_parser, load_config
 from services.runtime.ipc import RankLoad, Up
 from services.runtime.membership import Membership
-from services.runtime.process import say
+from services.runtime.process import die_with_parent, run_process, say
 from services.runtime.serve import WIRE_VERSION, Server, first_of
 from services.runtime.supervisor import RankProcess, Supervisor
+from services.runtime.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)
 
@@ -158,3 +161,22 @@ class Front:
             )
             for instance_id, load in self._loads.items()
         ]
+
+
+def run_front(
+    role: Literal["prefill", "decode"], *, service: str, event_type: Any, pool: Callable[[Config], PoolService]
+) -> None:
+    """A front's whole process: its arguments, `pool` built from the file, serving until a signal, the drain."""
+    arguments = argument_parser(f"One node's {role} front: gRPC server and supervisor of its ranks").parse_args()
+    die_with_parent(signal.SIGTERM, arguments.die_with_parent)
+
+    async def body(stopping: asyncio.Event) -> None:
+        config = load_config(arguments.config, arguments.set)
+        setup_logging(role, config.log.level)
+        front = Front(
+            role=role, module=f"services.{role}.engine", services=[service], event_type=event_type, config=config,
+            section=config.prefill if role == "prefill" else config.decode, arguments=sys.argv[1:], pool=pool(config),
+        )
+        await front.run(stopping)
+
+    run_process(body)

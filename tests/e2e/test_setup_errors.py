@@ -42,6 +42,11 @@ def test_missing_config_file_is_named(module: str) -> None:
     assert_one_sentence(run(module, "--config", "/nowhere/at/all.toml"), "/nowhere/at/all.toml")
 
 
+@pytest.mark.parametrize("module", ["services.prefill", "services.decode"])
+def test_longer_than_the_model_allows_names_both_lengths(module: str) -> None:
+    assert_one_sentence(run(module, "--set", "model.max_model_len=99999"), "model.max_model_len", "99999", "4096")
+
+
 def test_wrong_value_names_key_and_limit() -> None:
     assert_one_sentence(run("services.decode", "--set", "decode.num_pages=0"), "num_pages", ">= 1")
 
