@@ -15,13 +15,13 @@ from services.router.policy import CoolDown
 from services.router.prefix_index import PrefixIndex
 from services.router.session import Session
 from services.router.validate import Limits
+from services.runtime.config import ADDRESS_PATTERN
 from services.runtime.errors import InvalidRequest
 from services.runtime.serve import WIRE_VERSION, open_channel
 
 logger = logging.getLogger(__name__)
 
 ROLES = ("prefill", "decode")
-_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 _MAX_INDEX_PAGES = 65536  # of a rank that does not say how many pages it has
 
 
@@ -217,6 +217,5 @@ def _check(member: registry_pb2.Member) -> None:
     for rank in member.ranks:
         if rank.role != member.role or not rank.instance_id:
             raise InvalidRequest("ranks", f"{rank.role} {rank.instance_id!r}", f"each has an id and the front's role {member.role}")
-        address = _ADDRESS.fullmatch(rank.pool_address)
-        if address is None or not 0 < int(address[2]) < 2**16:
+        if re.fullmatch(ADDRESS_PATTERN, rank.pool_address) is None or int(rank.pool_address.rpartition(":")[2]) == 0:
             raise InvalidRequest("pool_address", rank.pool_address[:80], "it must be host:port, where the router can dial the front")

@@ -17,7 +17,8 @@ ModelLength = Literal[0] | Annotated[int, msgspec.Meta(ge=2)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 # A name, an IPv4 address or an IPv6 address in brackets, then a port.
 _PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[0-5]?\d{1,4})"
-Address = Annotated[str, msgspec.Meta(pattern=rf"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}$")]
+ADDRESS_PATTERN = rf"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}$"
+Address = Annotated[str, msgspec.Meta(pattern=ADDRESS_PATTERN)]
 Host = Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])$")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
