@@ -9,7 +9,8 @@ Reasons are values of `baton.v1.Reason`; in `Ended`, reason 0 says that the requ
 import msgspec
 
 # 1: announcements by sequence number, renewals that ask for gaps, one Ended for both directions.
-WIRE_VERSION = 1
+# 2: the state of a running request carries its output tokens.
+WIRE_VERSION = 2
 
 FINISHED = 0  # Reason of an Ended that is no failure
 
@@ -45,6 +46,7 @@ class HandoffState(msgspec.Struct, frozen=True, kw_only=True):
     first_logprob: float | None = None
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    output_ids: tuple[int, ...] = ()  # of a running request: every output token before first_token, which is then its latest
     drafts: tuple[int, ...] = ()  # none until MTP exists
     penalties: PenaltyCounts = PenaltyCounts()
     grammar: bytes | None = None

@@ -14,7 +14,8 @@ from services.runtime import errors
 
 # Version of proto/baton/v1 (NIXL notifications have their own, services/kv/messages.py); unequal peers refuse each other.
 #   1  first
-WIRE_VERSION = 1
+#   2  sessions resume, requests move between decode ranks, several choices a prefill, agents renewed
+WIRE_VERSION = 2
 
 ERROR_KEY = "baton-error"  # trailing metadata: class of the error
 MAX_MESSAGE_BYTES = 32 * 2**20

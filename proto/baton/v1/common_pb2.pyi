@@ -31,6 +31,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SESSION_LOST: _ClassVar[Reason]
     SLOW_CLIENT: _ClassVar[Reason]
     TOO_LARGE: _ClassVar[Reason]
+    FENCED: _ClassVar[Reason]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -59,6 +60,7 @@ REPLACED: Reason
 SESSION_LOST: Reason
 SLOW_CLIENT: Reason
 TOO_LARGE: Reason
+FENCED: Reason
 FINISH_UNSPECIFIED: FinishReason
 STOP: FinishReason
 LENGTH: FinishReason
@@ -114,18 +116,20 @@ class Token(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Union[TopLogprobs, _Mapping]] = ...) -> None: ...
 
 class Rank(_message.Message):
-    __slots__ = ("instance_id", "role", "pool_address", "rank", "peer")
+    __slots__ = ("instance_id", "role", "pool_address", "rank", "peer", "former_instance_id")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     POOL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
+    FORMER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     role: str
     pool_address: str
     rank: int
     peer: bytes
-    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., pool_address: _Optional[str] = ..., rank: _Optional[int] = ..., peer: _Optional[bytes] = ...) -> None: ...
+    former_instance_id: str
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., pool_address: _Optional[str] = ..., rank: _Optional[int] = ..., peer: _Optional[bytes] = ..., former_instance_id: _Optional[str] = ...) -> None: ...
 
 class RequestKey(_message.Message):
     __slots__ = ("request_id", "choice", "attempt")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto.baton.v1 import common_pb2 as proto_dot_baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bproto/baton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x1bproto/baton/v1/common.proto\"\xaa\x01\n\x0eSessionRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.baton.v1.SessionOpenH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12\x1e\n\x04move\x18\x04 \x01(\x0b\x32\x0e.baton.v1.MoveH\x00\x42\t\n\x07message\"a\n\x0bSessionOpen\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x14\n\x0cnext_message\x18\x03 \x01(\x04\x12\x14\n\x0cwire_version\x18\x04 \x01(\r\"\xe6\x01\n\x06Submit\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06handle\x18\x02 \x01(\r\x12 \n\x06prompt\x18\x03 \x01(\x0b\x32\x10.baton.v1.Prompt\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x1e\n\x06holder\x18\x05 \x01(\x0b\x32\x0e.baton.v1.Rank\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_us\x18\x07 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\":\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12 \n\x06reason\x18\x02 \x01(\x0e\x32\x10.baton.v1.Reason\"\xaf\x01\n\x04Move\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12!\n\x04step\x18\x02 \x01(\x0e\x32\x13.baton.v1.Move.Step\x12\x13\n\x0bnew_attempt\x18\x03 \x01(\r\x12\x1e\n\x06reader\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Rank\"?\n\x04Step\x12\x14\n\x10STEP_UNSPECIFIED\x10\x00\x12\t\n\x05START\x10\x01\x12\n\n\x06RESUME\x10\x02\x12\n\n\x06\x43OMMIT\x10\x03\"\x90\x03\n\x0cSessionReply\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x06opened\x18\x02 \x01(\x0b\x32\x17.baton.v1.SessionOpenedH\x00\x12$\n\x07\x63laimed\x18\x03 \x01(\x0b\x32\x11.baton.v1.ClaimedH\x00\x12 \n\x05ready\x18\x04 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12$\n\x04step\x18\x05 \x01(\x0b\x32\x14.baton.v1.StepTokensH\x00\x12-\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x19.baton.v1.RequestFinishedH\x00\x12)\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x17.baton.v1.RequestFailedH\x00\x12$\n\x07granted\x18\x08 \x01(\x0b\x32\x11.baton.v1.GrantedH\x00\x12\"\n\x06paused\x18\t \x01(\x0b\x32\x10.baton.v1.PausedH\x00\x12&\n\x08\x64raining\x18\n \x01(\x0b\x32\x12.baton.v1.DrainingH\x00\x42\t\n\x07message\"6\n\rSessionOpened\x12\x0f\n\x07resumed\x18\x01 \x01(\x08\x12\x14\n\x0cwire_version\x18\x02 \x01(\r\"4\n\x07\x43laimed\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\x86\x01\n\x05Ready\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12$\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Token\x12$\n\x08transfer\x18\x05 \x01(\x0b\x32\x12.baton.v1.Transfer\"\xd8\x01\n\nStepTokens\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12\x13\n\x0b\x66irst_index\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12+\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x15.baton.v1.TopLogprobs\x12\x0f\n\x07step_us\x18\x08 \x01(\x04\x12\x1b\n\x13num_accepted_drafts\x18\t \x03(\r\"\x9f\x01\n\x0fRequestFinished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12&\n\x06reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12\x15\n\rstop_token_id\x18\x05 \x01(\r\x12\x11\n\tdecode_us\x18\x06 \x01(\x04\"c\n\rRequestFailed\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x06reason\x18\x03 \x01(\x0e\x32\x10.baton.v1.Reason\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x19\n\x07Granted\x12\x0e\n\x06handle\x18\x01 \x01(\r\"3\n\x06Paused\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\" \n\x08\x44raining\x12\x14\n\x0cseconds_left\x18\x01 \x01(\x04\x32I\n\x06\x44\x65\x63ode\x12?\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x16.baton.v1.SessionReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bproto/baton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x1bproto/baton/v1/common.proto\"\xc9\x01\n\x0eSessionRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.baton.v1.SessionOpenH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12\x1e\n\x04move\x18\x04 \x01(\x0b\x32\x0e.baton.v1.MoveH\x00\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x0b\n\x03\x61\x63k\x18\x06 \x01(\x04\x42\t\n\x07message\"a\n\x0bSessionOpen\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x14\n\x0cnext_message\x18\x03 \x01(\x04\x12\x14\n\x0cwire_version\x18\x04 \x01(\r\"\xf7\x01\n\x06Submit\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06handle\x18\x02 \x01(\r\x12 \n\x06prompt\x18\x03 \x01(\x0b\x32\x10.baton.v1.Prompt\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x1e\n\x06holder\x18\x05 \x01(\x0b\x32\x0e.baton.v1.Rank\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_us\x18\x07 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x0f\n\x07is_move\x18\t \x01(\x08\":\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12 \n\x06reason\x18\x02 \x01(\x0e\x32\x10.baton.v1.Reason\"\xc3\x01\n\x04Move\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12!\n\x04step\x18\x02 \x01(\x0e\x32\x13.baton.v1.Move.Step\x12\x13\n\x0bnew_attempt\x18\x03 \x01(\r\x12\x1e\n\x06reader\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Rank\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\">\n\x04Step\x12\x14\n\x10STEP_UNSPECIFIED\x10\x00\x12\t\n\x05START\x10\x01\x12\t\n\x05PAUSE\x10\x02\x12\n\n\x06RESUME\x10\x03\"\xec\x03\n\x0cSessionReply\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x06opened\x18\x02 \x01(\x0b\x32\x17.baton.v1.SessionOpenedH\x00\x12$\n\x07\x63laimed\x18\x03 \x01(\x0b\x32\x11.baton.v1.ClaimedH\x00\x12 \n\x05ready\x18\x04 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12$\n\x04step\x18\x05 \x01(\x0b\x32\x14.baton.v1.StepTokensH\x00\x12-\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x19.baton.v1.RequestFinishedH\x00\x12)\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x17.baton.v1.RequestFailedH\x00\x12$\n\x07granted\x18\x08 \x01(\x0b\x32\x11.baton.v1.GrantedH\x00\x12\"\n\x06paused\x18\t \x01(\x0b\x32\x10.baton.v1.PausedH\x00\x12&\n\x08\x64raining\x18\n \x01(\x0b\x32\x12.baton.v1.DrainingH\x00\x12\'\n\tcaught_up\x18\x0c \x01(\x0b\x32\x12.baton.v1.CaughtUpH\x00\x12$\n\x07resumed\x18\r \x01(\x0b\x32\x11.baton.v1.ResumedH\x00\x12\x0b\n\x03\x61\x63k\x18\x0b \x01(\x04\x42\t\n\x07message\"L\n\rSessionOpened\x12\x0f\n\x07resumed\x18\x01 \x01(\x08\x12\x14\n\x0cwire_version\x18\x02 \x01(\r\x12\x14\n\x0cnext_request\x18\x03 \x01(\x04\"4\n\x07\x43laimed\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\x86\x01\n\x05Ready\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12$\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Token\x12$\n\x08transfer\x18\x05 \x01(\x0b\x32\x12.baton.v1.Transfer\"\xd8\x01\n\nStepTokens\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12\x13\n\x0b\x66irst_index\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12+\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x15.baton.v1.TopLogprobs\x12\x0f\n\x07step_us\x18\x08 \x01(\x04\x12\x1b\n\x13num_accepted_drafts\x18\t \x03(\r\"\x9f\x01\n\x0fRequestFinished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12&\n\x06reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12\x15\n\rstop_token_id\x18\x05 \x01(\r\x12\x11\n\tdecode_us\x18\x06 \x01(\x04\"c\n\rRequestFailed\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x06reason\x18\x03 \x01(\x0e\x32\x10.baton.v1.Reason\x12\x0f\n\x07message\x18\x04 \x01(\t\"*\n\x07Granted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"+\n\x08\x43\x61ughtUp\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"D\n\x06Paused\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\"]\n\x07Resumed\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x06reason\x18\x03 \x01(\x0e\x32\x10.baton.v1.Reason\x12\x0f\n\x07message\x18\x04 \x01(\t\" \n\x08\x44raining\x12\x14\n\x0cseconds_left\x18\x01 \x01(\x04\x32I\n\x06\x44\x65\x63ode\x12?\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x16.baton.v1.SessionReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,37 +33,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.baton.v1.decode_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SESSIONREQUEST']._serialized_start=71
-  _globals['_SESSIONREQUEST']._serialized_end=241
-  _globals['_SESSIONOPEN']._serialized_start=243
-  _globals['_SESSIONOPEN']._serialized_end=340
-  _globals['_SUBMIT']._serialized_start=343
-  _globals['_SUBMIT']._serialized_end=573
-  _globals['_CANCEL']._serialized_start=575
-  _globals['_CANCEL']._serialized_end=633
-  _globals['_MOVE']._serialized_start=636
-  _globals['_MOVE']._serialized_end=811
-  _globals['_MOVE_STEP']._serialized_start=748
-  _globals['_MOVE_STEP']._serialized_end=811
-  _globals['_SESSIONREPLY']._serialized_start=814
-  _globals['_SESSIONREPLY']._serialized_end=1214
-  _globals['_SESSIONOPENED']._serialized_start=1216
-  _globals['_SESSIONOPENED']._serialized_end=1270
-  _globals['_CLAIMED']._serialized_start=1272
-  _globals['_CLAIMED']._serialized_end=1324
-  _globals['_READY']._serialized_start=1327
-  _globals['_READY']._serialized_end=1461
-  _globals['_STEPTOKENS']._serialized_start=1464
-  _globals['_STEPTOKENS']._serialized_end=1680
-  _globals['_REQUESTFINISHED']._serialized_start=1683
-  _globals['_REQUESTFINISHED']._serialized_end=1842
-  _globals['_REQUESTFAILED']._serialized_start=1844
-  _globals['_REQUESTFAILED']._serialized_end=1943
-  _globals['_GRANTED']._serialized_start=1945
-  _globals['_GRANTED']._serialized_end=1970
-  _globals['_PAUSED']._serialized_start=1972
-  _globals['_PAUSED']._serialized_end=2023
-  _globals['_DRAINING']._serialized_start=2025
-  _globals['_DRAINING']._serialized_end=2057
-  _globals['_DECODE']._serialized_start=2059
-  _globals['_DECODE']._serialized_end=2132
+  _globals['_SESSIONREQUEST']._serialized_end=272
+  _globals['_SESSIONOPEN']._serialized_start=274
+  _globals['_SESSIONOPEN']._serialized_end=371
+  _globals['_SUBMIT']._serialized_start=374
+  _globals['_SUBMIT']._serialized_end=621
+  _globals['_CANCEL']._serialized_start=623
+  _globals['_CANCEL']._serialized_end=681
+  _globals['_MOVE']._serialized_start=684
+  _globals['_MOVE']._serialized_end=879
+  _globals['_MOVE_STEP']._serialized_start=817
+  _globals['_MOVE_STEP']._serialized_end=879
+  _globals['_SESSIONREPLY']._serialized_start=882
+  _globals['_SESSIONREPLY']._serialized_end=1374
+  _globals['_SESSIONOPENED']._serialized_start=1376
+  _globals['_SESSIONOPENED']._serialized_end=1452
+  _globals['_CLAIMED']._serialized_start=1454
+  _globals['_CLAIMED']._serialized_end=1506
+  _globals['_READY']._serialized_start=1509
+  _globals['_READY']._serialized_end=1643
+  _globals['_STEPTOKENS']._serialized_start=1646
+  _globals['_STEPTOKENS']._serialized_end=1862
+  _globals['_REQUESTFINISHED']._serialized_start=1865
+  _globals['_REQUESTFINISHED']._serialized_end=2024
+  _globals['_REQUESTFAILED']._serialized_start=2026
+  _globals['_REQUESTFAILED']._serialized_end=2125
+  _globals['_GRANTED']._serialized_start=2127
+  _globals['_GRANTED']._serialized_end=2169
+  _globals['_CAUGHTUP']._serialized_start=2171
+  _globals['_CAUGHTUP']._serialized_end=2214
+  _globals['_PAUSED']._serialized_start=2216
+  _globals['_PAUSED']._serialized_end=2284
+  _globals['_RESUMED']._serialized_start=2286
+  _globals['_RESUMED']._serialized_end=2379
+  _globals['_DRAINING']._serialized_start=2381
+  _globals['_DRAINING']._serialized_end=2413
+  _globals['_DECODE']._serialized_start=2415
+  _globals['_DECODE']._serialized_end=2488
 # @@protoc_insertion_point(module_scope)

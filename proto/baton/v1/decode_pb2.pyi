@@ -9,16 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionRequest(_message.Message):
-    __slots__ = ("open", "submit", "cancel", "move")
+    __slots__ = ("open", "submit", "cancel", "move", "sequence", "ack")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
     open: SessionOpen
     submit: Submit
     cancel: Cancel
     move: Move
-    def __init__(self, open: _Optional[_Union[SessionOpen, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ...) -> None: ...
+    sequence: int
+    ack: int
+    def __init__(self, open: _Optional[_Union[SessionOpen, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., sequence: _Optional[int] = ..., ack: _Optional[int] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
     __slots__ = ("router_id", "instance_id", "next_message", "wire_version")
@@ -33,7 +37,7 @@ class SessionOpen(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., next_message: _Optional[int] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("key", "handle", "prompt", "sampling", "holder", "num_preemptions", "deadline_us", "fingerprint")
+    __slots__ = ("key", "handle", "prompt", "sampling", "holder", "num_preemptions", "deadline_us", "fingerprint", "is_move")
     KEY_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +46,7 @@ class Submit(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_US_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    IS_MOVE_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     handle: int
     prompt: _common_pb2.Prompt
@@ -50,7 +55,8 @@ class Submit(_message.Message):
     num_preemptions: int
     deadline_us: int
     fingerprint: str
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., handle: _Optional[int] = ..., prompt: _Optional[_Union[_common_pb2.Prompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.Rank, _Mapping]] = ..., num_preemptions: _Optional[int] = ..., deadline_us: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    is_move: bool
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., handle: _Optional[int] = ..., prompt: _Optional[_Union[_common_pb2.Prompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.Rank, _Mapping]] = ..., num_preemptions: _Optional[int] = ..., deadline_us: _Optional[int] = ..., fingerprint: _Optional[str] = ..., is_move: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle", "reason")
@@ -61,29 +67,31 @@ class Cancel(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., reason: _Optional[_Union[_common_pb2.Reason, str]] = ...) -> None: ...
 
 class Move(_message.Message):
-    __slots__ = ("handle", "step", "new_attempt", "reader")
+    __slots__ = ("handle", "step", "new_attempt", "reader", "fingerprint")
     class Step(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STEP_UNSPECIFIED: _ClassVar[Move.Step]
         START: _ClassVar[Move.Step]
+        PAUSE: _ClassVar[Move.Step]
         RESUME: _ClassVar[Move.Step]
-        COMMIT: _ClassVar[Move.Step]
     STEP_UNSPECIFIED: Move.Step
     START: Move.Step
+    PAUSE: Move.Step
     RESUME: Move.Step
-    COMMIT: Move.Step
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NEW_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     step: Move.Step
     new_attempt: int
     reader: _common_pb2.Rank
-    def __init__(self, handle: _Optional[int] = ..., step: _Optional[_Union[Move.Step, str]] = ..., new_attempt: _Optional[int] = ..., reader: _Optional[_Union[_common_pb2.Rank, _Mapping]] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, handle: _Optional[int] = ..., step: _Optional[_Union[Move.Step, str]] = ..., new_attempt: _Optional[int] = ..., reader: _Optional[_Union[_common_pb2.Rank, _Mapping]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("sequence", "opened", "claimed", "ready", "step", "finished", "failed", "granted", "paused", "draining")
+    __slots__ = ("sequence", "opened", "claimed", "ready", "step", "finished", "failed", "granted", "paused", "draining", "caught_up", "resumed", "ack")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +102,9 @@ class SessionReply(_message.Message):
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     opened: SessionOpened
     claimed: Claimed
@@ -104,15 +115,20 @@ class SessionReply(_message.Message):
     granted: Granted
     paused: Paused
     draining: Draining
-    def __init__(self, sequence: _Optional[int] = ..., opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., claimed: _Optional[_Union[Claimed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., step: _Optional[_Union[StepTokens, _Mapping]] = ..., finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    caught_up: CaughtUp
+    resumed: Resumed
+    ack: int
+    def __init__(self, sequence: _Optional[int] = ..., opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., claimed: _Optional[_Union[Claimed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., step: _Optional[_Union[StepTokens, _Mapping]] = ..., finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., caught_up: _Optional[_Union[CaughtUp, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., ack: _Optional[int] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("resumed", "wire_version")
+    __slots__ = ("resumed", "wire_version", "next_request")
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEXT_REQUEST_FIELD_NUMBER: _ClassVar[int]
     resumed: bool
     wire_version: int
-    def __init__(self, resumed: _Optional[bool] = ..., wire_version: _Optional[int] = ...) -> None: ...
+    next_request: int
+    def __init__(self, resumed: _Optional[bool] = ..., wire_version: _Optional[int] = ..., next_request: _Optional[int] = ...) -> None: ...
 
 class Claimed(_message.Message):
     __slots__ = ("handle", "num_cached_tokens")
@@ -187,18 +203,42 @@ class RequestFailed(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[_common_pb2.Reason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Granted(_message.Message):
-    __slots__ = ("handle",)
+    __slots__ = ("handle", "attempt")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     handle: int
-    def __init__(self, handle: _Optional[int] = ...) -> None: ...
+    attempt: int
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class CaughtUp(_message.Message):
+    __slots__ = ("handle", "attempt")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    attempt: int
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Paused(_message.Message):
-    __slots__ = ("handle", "num_output_tokens")
+    __slots__ = ("handle", "attempt", "num_output_tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handle: int
+    attempt: int
     num_output_tokens: int
-    def __init__(self, handle: _Optional[int] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
+
+class Resumed(_message.Message):
+    __slots__ = ("handle", "attempt", "reason", "message")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    attempt: int
+    reason: _common_pb2.Reason
+    message: str
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[_common_pb2.Reason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("seconds_left",)

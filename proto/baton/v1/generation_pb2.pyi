@@ -1,5 +1,6 @@
 from proto.baton.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -138,7 +139,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queue_us", "prefill_us", "transfer", "decode_us", "ttft_us", "tpot_us", "prefill_rank", "decode_rank", "num_retries", "num_accepted_drafts", "routing")
+    __slots__ = ("queue_us", "prefill_us", "transfer", "decode_us", "ttft_us", "tpot_us", "prefill_rank", "decode_rank", "num_retries", "num_accepted_drafts", "routing", "recoveries")
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     PREFILL_US_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +151,7 @@ class Timeline(_message.Message):
     NUM_RETRIES_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ROUTING_FIELD_NUMBER: _ClassVar[int]
+    RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     queue_us: int
     prefill_us: int
     transfer: _common_pb2.Transfer
@@ -161,7 +163,36 @@ class Timeline(_message.Message):
     num_retries: int
     num_accepted_drafts: int
     routing: str
-    def __init__(self, queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ..., transfer: _Optional[_Union[_common_pb2.Transfer, _Mapping]] = ..., decode_us: _Optional[int] = ..., ttft_us: _Optional[int] = ..., tpot_us: _Optional[int] = ..., prefill_rank: _Optional[str] = ..., decode_rank: _Optional[str] = ..., num_retries: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., routing: _Optional[str] = ...) -> None: ...
+    recoveries: _containers.RepeatedCompositeFieldContainer[Recovery]
+    def __init__(self, queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ..., transfer: _Optional[_Union[_common_pb2.Transfer, _Mapping]] = ..., decode_us: _Optional[int] = ..., ttft_us: _Optional[int] = ..., tpot_us: _Optional[int] = ..., prefill_rank: _Optional[str] = ..., decode_rank: _Optional[str] = ..., num_retries: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., routing: _Optional[str] = ..., recoveries: _Optional[_Iterable[_Union[Recovery, _Mapping]]] = ...) -> None: ...
+
+class Recovery(_message.Message):
+    __slots__ = ("path", "reason", "role", "num_tokens", "is_free", "us")
+    class Path(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PATH_UNSPECIFIED: _ClassVar[Recovery.Path]
+        RETRY: _ClassVar[Recovery.Path]
+        REDIRECT: _ClassVar[Recovery.Path]
+        REPLAY: _ClassVar[Recovery.Path]
+        MOVE: _ClassVar[Recovery.Path]
+    PATH_UNSPECIFIED: Recovery.Path
+    RETRY: Recovery.Path
+    REDIRECT: Recovery.Path
+    REPLAY: Recovery.Path
+    MOVE: Recovery.Path
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_FREE_FIELD_NUMBER: _ClassVar[int]
+    US_FIELD_NUMBER: _ClassVar[int]
+    path: Recovery.Path
+    reason: _common_pb2.Reason
+    role: str
+    num_tokens: int
+    is_free: bool
+    us: int
+    def __init__(self, path: _Optional[_Union[Recovery.Path, str]] = ..., reason: _Optional[_Union[_common_pb2.Reason, str]] = ..., role: _Optional[str] = ..., num_tokens: _Optional[int] = ..., is_free: _Optional[bool] = ..., us: _Optional[int] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto.baton.v1 import common_pb2 as proto_dot_baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cproto/baton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x1bproto/baton/v1/common.proto\"\xe8\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12 \n\x06prompt\x18\x04 \x01(\x0b\x32\x10.baton.v1.Prompt\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\t\n\x01n\x18\x06 \x01(\r\x12\x1f\n\x07readers\x18\x07 \x03(\x0b\x32\x0e.baton.v1.Rank\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_us\x18\t \x01(\x04\"\xa6\x01\n\x0cPrefillReply\x12)\n\x07outcome\x18\x01 \x01(\x0b\x32\x18.baton.v1.RequestOutcome\x12*\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x14.baton.v1.FirstToken\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x10\n\x08queue_us\x18\x04 \x01(\x04\x12\x12\n\ncompute_us\x18\x05 \x01(\x04\"k\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x1e\n\x05token\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Token\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\"O\n\x0eRequestOutcome\x12\n\n\x02ok\x18\x01 \x01(\x08\x12 \n\x06reason\x18\x02 \x01(\x0e\x32\x10.baton.v1.Reason\x12\x0f\n\x07message\x18\x03 \x01(\t\"i\n\x0fRedirectRequest\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1e\n\x06reader\x18\x03 \x01(\x0b\x32\x0e.baton.v1.Rank\":\n\rRedirectReply\x12)\n\x07outcome\x18\x01 \x01(\x0b\x32\x18.baton.v1.RequestOutcome2\x82\x01\n\x07Prefill\x12\x37\n\x03Run\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillReply\x12>\n\x08Redirect\x12\x19.baton.v1.RedirectRequest\x1a\x17.baton.v1.RedirectReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cproto/baton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x1bproto/baton/v1/common.proto\"\xfe\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12 \n\x06prompt\x18\x04 \x01(\x0b\x32\x10.baton.v1.Prompt\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\t\n\x01n\x18\x06 \x01(\r\x12\x1f\n\x07readers\x18\x07 \x03(\x0b\x32\x0e.baton.v1.Rank\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_us\x18\t \x01(\x04\x12\x14\n\x0c\x66irst_choice\x18\n \x01(\r\"\xa6\x01\n\x0cPrefillReply\x12)\n\x07outcome\x18\x01 \x01(\x0b\x32\x18.baton.v1.RequestOutcome\x12*\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x14.baton.v1.FirstToken\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x10\n\x08queue_us\x18\x04 \x01(\x04\x12\x12\n\ncompute_us\x18\x05 \x01(\x04\"k\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x1e\n\x05token\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Token\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\"O\n\x0eRequestOutcome\x12\n\n\x02ok\x18\x01 \x01(\x08\x12 \n\x06reason\x18\x02 \x01(\x0e\x32\x10.baton.v1.Reason\x12\x0f\n\x07message\x18\x03 \x01(\t\"~\n\x0fRedirectRequest\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1e\n\x06reader\x18\x03 \x01(\x0b\x32\x0e.baton.v1.Rank\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\":\n\rRedirectReply\x12)\n\x07outcome\x18\x01 \x01(\x0b\x32\x18.baton.v1.RequestOutcome2\x82\x01\n\x07Prefill\x12\x37\n\x03Run\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillReply\x12>\n\x08Redirect\x12\x19.baton.v1.RedirectRequest\x1a\x17.baton.v1.RedirectReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.baton.v1.prefill_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=72
-  _globals['_PREFILLREQUEST']._serialized_end=304
-  _globals['_PREFILLREPLY']._serialized_start=307
-  _globals['_PREFILLREPLY']._serialized_end=473
-  _globals['_FIRSTTOKEN']._serialized_start=475
-  _globals['_FIRSTTOKEN']._serialized_end=582
-  _globals['_REQUESTOUTCOME']._serialized_start=584
-  _globals['_REQUESTOUTCOME']._serialized_end=663
-  _globals['_REDIRECTREQUEST']._serialized_start=665
-  _globals['_REDIRECTREQUEST']._serialized_end=770
-  _globals['_REDIRECTREPLY']._serialized_start=772
-  _globals['_REDIRECTREPLY']._serialized_end=830
-  _globals['_PREFILL']._serialized_start=833
-  _globals['_PREFILL']._serialized_end=963
+  _globals['_PREFILLREQUEST']._serialized_end=326
+  _globals['_PREFILLREPLY']._serialized_start=329
+  _globals['_PREFILLREPLY']._serialized_end=495
+  _globals['_FIRSTTOKEN']._serialized_start=497
+  _globals['_FIRSTTOKEN']._serialized_end=604
+  _globals['_REQUESTOUTCOME']._serialized_start=606
+  _globals['_REQUESTOUTCOME']._serialized_end=685
+  _globals['_REDIRECTREQUEST']._serialized_start=687
+  _globals['_REDIRECTREQUEST']._serialized_end=813
+  _globals['_REDIRECTREPLY']._serialized_start=815
+  _globals['_REDIRECTREPLY']._serialized_end=873
+  _globals['_PREFILL']._serialized_start=876
+  _globals['_PREFILL']._serialized_end=1006
 # @@protoc_insertion_point(module_scope)

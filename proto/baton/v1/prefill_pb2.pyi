@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "instance_id", "prompt", "sampling", "n", "readers", "fingerprint", "deadline_us")
+    __slots__ = ("request_id", "attempt", "instance_id", "prompt", "sampling", "n", "readers", "fingerprint", "deadline_us", "first_choice")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class PrefillRequest(_message.Message):
     READERS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_US_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHOICE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     instance_id: str
@@ -27,7 +28,8 @@ class PrefillRequest(_message.Message):
     readers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Rank]
     fingerprint: str
     deadline_us: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., instance_id: _Optional[str] = ..., prompt: _Optional[_Union[_common_pb2.Prompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., n: _Optional[int] = ..., readers: _Optional[_Iterable[_Union[_common_pb2.Rank, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., deadline_us: _Optional[int] = ...) -> None: ...
+    first_choice: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., instance_id: _Optional[str] = ..., prompt: _Optional[_Union[_common_pb2.Prompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., n: _Optional[int] = ..., readers: _Optional[_Iterable[_Union[_common_pb2.Rank, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., deadline_us: _Optional[int] = ..., first_choice: _Optional[int] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("outcome", "first_tokens", "num_cached_tokens", "queue_us", "compute_us")
@@ -64,14 +66,16 @@ class RequestOutcome(_message.Message):
     def __init__(self, ok: _Optional[bool] = ..., reason: _Optional[_Union[_common_pb2.Reason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class RedirectRequest(_message.Message):
-    __slots__ = ("key", "instance_id", "reader")
+    __slots__ = ("key", "instance_id", "reader", "fingerprint")
     KEY_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     instance_id: str
     reader: _common_pb2.Rank
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., instance_id: _Optional[str] = ..., reader: _Optional[_Union[_common_pb2.Rank, _Mapping]] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., instance_id: _Optional[str] = ..., reader: _Optional[_Union[_common_pb2.Rank, _Mapping]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class RedirectReply(_message.Message):
     __slots__ = ("outcome",)
