@@ -1,10 +1,17 @@
-"""Logs as JSON lines on stderr; every line about a request carries its id."""
+"""Logs as JSON lines on stderr, every line about a request with its id; and counters of what must not happen in silence."""
 
 import json
 import logging
 import sys
 import time
 from typing import Any
+
+from prometheus_client import Counter
+
+# Router: everything tried again or moved. `path`: Recovery.Path in lower case; `reason`: why the attempt before it ended.
+RECOVERIES = Counter("baton_recoveries_total", "Attempts after the first, by path and by why the one before ended", ["path", "reason"])
+# Every process: what was refused, thrown away or given up. `what`: a noun phrase; `reason`: a value of baton.v1.Reason, or "".
+INCIDENTS = Counter("baton_incidents_total", "Messages ignored, reads discarded, pages quarantined, agents renewed", ["what", "reason"])
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
