@@ -20,7 +20,7 @@ import torch
 from services.decode.fetch import Fetcher
 from services.decode.forward import DecodeForward
 from services.decode.loop import DecodeLoop
-from services.decode.messages import Cancel, Command, Event, SessionLost, Stop, Submit
+from services.decode.messages import Cancel, Command, Event, MoveCommand, SessionLost, Stop, Submit
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.pages import HolderKind
 from services.kv.rank_kv import RankKv, open_rank_kv
@@ -67,14 +67,15 @@ class HandoffThread(threading.Thread):
             time.sleep(self._kv.exchange.pause_s)
         return True
 
-    def _take(self, command: Submit | Cancel | SessionLost) -> None:
+    def _take(self, command: Submit | Cancel | SessionLost | MoveCommand) -> None:
         if isinstance(command, Submit):
             self._fetcher.submit(command)
         elif isinstance(command, Cancel):
             if not self._fetcher.cancel(command):
                 self._loop.inbox.put(command)
         else:
-            self._fetcher.session_lost(command)
+            if isinstance(command, SessionLost):
+                self._fetcher.session_lost(command)
             self._loop.inbox.put(command)
 
     def _report_load(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from proto.baton.v1 import common_pb2
 from services.decode.forward import DecodeBatch
-from services.decode.messages import Cancel, Failed, Finished, RequestEvent, SessionLost, StepOut, Stop
+from services.decode.messages import Cancel, Failed, Finished, MoveCommand, RequestEvent, SessionLost, StepOut, Stop
 from services.decode.request import Request, RequestState
 from services.decode.sampler import BatchSampler, Chosen
 from services.decode.scheduler import Scheduler, finish_reason
@@ -25,7 +25,7 @@ _IDLE_S = 0.05  # without work for so long: prove the pool once
 
 _log = logging.getLogger(__name__)
 
-Item = Request | Cancel | SessionLost | Stop | Exception
+Item = Request | Cancel | SessionLost | MoveCommand | Stop | Exception
 
 
 class Forward(Protocol):
@@ -109,7 +109,7 @@ class DecodeLoop:
             request = self.scheduler.get(item.session, item.handle)
             if request is not None:
                 self._leave(request, RequestState.ABORTED)
-        else:
+        elif isinstance(item, SessionLost):
             for request in self.scheduler.requests:
                 if request.session == item.session:
                     self._leave(request, RequestState.ABORTED)

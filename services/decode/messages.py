@@ -1,13 +1,15 @@
 """What a decode front and its engines say to each other over ZMQ. A session is named by a small integer that the front draws.
 
-front -> engine   Submit, Cancel, SessionLost, Stop
-engine -> front   Claimed, Ready, StepOut, Finished, Failed (and Up, RankLoad, ...)
+front -> engine   Submit, Cancel, SessionLost, MoveStart, MovePause, MoveResume, Stop
+engine -> front   Claimed, Granted, CaughtUp, Ready, StepOut, Paused, Resumed, Finished, Failed (and Up, RankLoad, ...)
 
-A cancelled request is never mentioned again; every other ends in exactly one Finished or Failed.
+A cancelled request is never mentioned again; every other ends in exactly one Finished or Failed; one that moved away, in Failed(REPLACED).
+A move's target says Claimed, Granted, CaughtUp, Ready. Its source says Paused, then Failed(REPLACED); or Resumed, any time from MoveStart on.
 """
 import msgspec
 
 from services.decode.request import RequestSpec
+from services.kv.messages import PeerRank
 from services.runtime.ipc import Heartbeat, RankLoad, StartFailed, Stop, Up
 
 
@@ -31,6 +33,31 @@ class SessionLost(msgspec.Struct, frozen=True, tag=True):
     """Forget all requests of a session."""
 
     session: int
+
+
+class MoveStart(msgspec.Struct, frozen=True, tag=True):
+    """Announce the running request to `reader`, as attempt `new_attempt`; it runs on."""
+
+    session: int
+    handle: int
+    new_attempt: int
+    reader: PeerRank
+
+
+class MovePause(msgspec.Struct, frozen=True, tag=True):
+    """Stop at the end of a step and announce the rest; without effect unless the move to `new_attempt` is under way."""
+
+    session: int
+    handle: int
+    new_attempt: int
+
+
+class MoveResume(msgspec.Struct, frozen=True, tag=True):
+    """The target failed: the request runs on here; without effect unless the move to `new_attempt` is under way."""
+
+    session: int
+    handle: int
+    new_attempt: int
 
 
 class FirstToken(msgspec.Struct, frozen=True):
@@ -62,6 +89,20 @@ class Claimed(msgspec.Struct, frozen=True, tag=True):
     num_cached_tokens: int
 
 
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """Target of a move: pages are taken."""
+
+    session: int
+    handle: int
+
+
+class CaughtUp(msgspec.Struct, frozen=True, tag=True):
+    """Target of a move, once: all that its source has announced is read."""
+
+    session: int
+    handle: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Pages are here and verified; `position` is the first token's index among the output tokens."""
 
@@ -90,6 +131,23 @@ class StepOut(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     step_us: int
 
 
+class Paused(msgspec.Struct, frozen=True, tag=True):
+    """Source of a move: the request takes part in no step, the rest is announced; its tokens were told before."""
+
+    session: int
+    handle: int
+    num_output_tokens: int
+
+
+class Resumed(msgspec.Struct, frozen=True, tag=True):
+    """Source of a move that came to nothing: the request runs on here. `reason` is a value of `baton.v1.Reason`."""
+
+    session: int
+    handle: int
+    reason: int
+    message: str
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """No token follows. `reason` is a value of `baton.v1.FinishReason`; unspecified when the holder ended the request."""
 
@@ -110,6 +168,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Command = Submit | Cancel | SessionLost | Stop
-RequestEvent = Claimed | Ready | StepOut | Finished | Failed
+MoveCommand = MoveStart | MovePause | MoveResume
+Command = Submit | Cancel | SessionLost | MoveCommand | Stop
+RequestEvent = Claimed | Granted | CaughtUp | Ready | StepOut | Paused | Resumed | Finished | Failed
 Event = RequestEvent | Up | StartFailed | Heartbeat | RankLoad

@@ -32,6 +32,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     source: PeerRank
     num_preemptions: int = 0
     timeout_s: float = 0.0  # time left; 0 = none
+    is_move: bool = False  # `source` is a decode rank that runs the request
 
 
 def num_pages_for(num_tokens: int) -> int:

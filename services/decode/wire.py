@@ -7,7 +7,24 @@ from collections.abc import Mapping
 from typing import cast
 
 from proto.baton.v1 import common_pb2, decode_pb2
-from services.decode.messages import Claimed, Failed, Finished, FirstToken, Ready, RequestEvent, StepOut, Submit
+from services.decode.messages import (
+    CaughtUp,
+    Claimed,
+    Failed,
+    Finished,
+    FirstToken,
+    Granted,
+    MoveCommand,
+    MovePause,
+    MoveResume,
+    MoveStart,
+    Paused,
+    Ready,
+    RequestEvent,
+    Resumed,
+    StepOut,
+    Submit,
+)
 from services.decode.request import RequestSpec
 from services.kv.messages import PeerRank, RequestKey
 from services.model.params import SamplingParams, check_params, check_token_ids
@@ -23,18 +40,36 @@ def to_submit(session: int, message: decode_pb2.Submit, vocab_size: int) -> Subm
         raise InvalidRequest("sampling.grammar", f"{len(message.sampling.grammar)} bytes", "grammars are not supported; leave it empty")
     check_token_ids("prompt.token_ids", prompt.token_ids, vocab_size)
     check_params(params, vocab_size)
-    holder = message.holder
     spec = RequestSpec(
         key=RequestKey(message.key.request_id, message.key.choice, message.key.attempt),
         token_ids=list(prompt.token_ids),
         num_output_tokens=prompt.num_output_tokens,
         salt=prompt.salt,
         params=params,
-        source=PeerRank(holder.instance_id, holder.pool_address, holder.rank, holder.peer),
+        source=_to_peer(message.holder),
         num_preemptions=message.num_preemptions,
         timeout_s=message.deadline_us / 1e6,
+        is_move=message.is_move,
     )
     return Submit(session, message.handle, spec)
+
+
+def to_move(session: int, message: decode_pb2.Move) -> MoveCommand:
+    """Raises InvalidRequest for a step that this release does not know. The reader's fingerprint is the front's to compare."""
+    handle, new_attempt = message.handle, message.new_attempt
+    match message.step:
+        case decode_pb2.Move.START:
+            return MoveStart(session, handle, new_attempt, _to_peer(message.reader))
+        case decode_pb2.Move.PAUSE:
+            return MovePause(session, handle, new_attempt)
+        case decode_pb2.Move.RESUME:
+            return MoveResume(session, handle, new_attempt)
+        case step:
+            raise InvalidRequest("move.step", step, "it must be START, PAUSE or RESUME")
+
+
+def _to_peer(rank: common_pb2.Rank) -> PeerRank:
+    return PeerRank(rank.instance_id, rank.pool_address, rank.rank, rank.peer)
 
 
 def to_params(sampling: common_pb2.Sampling) -> SamplingParams:
@@ -60,6 +95,17 @@ def to_reply(event: RequestEvent, attempts: Mapping[int, int]) -> decode_pb2.Ses
     match event:
         case Claimed():
             return decode_pb2.SessionReply(claimed=decode_pb2.Claimed(handle=handle, num_cached_tokens=event.num_cached_tokens))
+        case Granted():
+            return decode_pb2.SessionReply(granted=decode_pb2.Granted(handle=handle, attempt=attempt))
+        case CaughtUp():
+            return decode_pb2.SessionReply(caught_up=decode_pb2.CaughtUp(handle=handle, attempt=attempt))
+        case Paused():
+            paused = decode_pb2.Paused(handle=handle, attempt=attempt, num_output_tokens=event.num_output_tokens)
+            return decode_pb2.SessionReply(paused=paused)
+        case Resumed():
+            reason = cast(common_pb2.Reason, event.reason)
+            resumed = decode_pb2.Resumed(handle=handle, attempt=attempt, reason=reason, message=event.message)
+            return decode_pb2.SessionReply(resumed=resumed)
         case Ready():
             return decode_pb2.SessionReply(ready=_to_ready(event, attempt))
         case Finished():
