@@ -21,8 +21,15 @@ class StepSlice(NamedTuple):
 class PrefillDone(NamedTuple):
     """Prefill.Run has returned."""
 
-    attempt: int
+    attempt: int  # that Run was called for; a redirect leaves it as it is
     reply: prefill_pb2.PrefillReply
+
+
+class RedirectDone(NamedTuple):
+    """Prefill.Redirect has returned, or failed: then `outcome` says how."""
+
+    attempt: int  # the new one
+    outcome: common_pb2.RequestOutcome
 
 
 class RankFailed(NamedTuple):
@@ -34,14 +41,22 @@ class RankFailed(NamedTuple):
     message: str
 
 
+class Draining(NamedTuple):
+    """The decode rank that holds this attempt will leave: put once into the mailbox of every request of its session."""
+
+    attempt: int
+    seconds_left: float
+
+
 class TimerFired(NamedTuple):
-    """A timer of the request itself; `name` is "deadline" or "settle"."""
+    """A timer of the request itself; `name` is "deadline", "settle" or one of the move's."""
 
     name: str
 
 
-Reply: TypeAlias = decode_pb2.Claimed | decode_pb2.Ready | decode_pb2.RequestFinished | decode_pb2.RequestFailed
-Event: TypeAlias = StepSlice | PrefillDone | RankFailed | TimerFired | Reply
+MoveReply: TypeAlias = decode_pb2.Granted | decode_pb2.CaughtUp | decode_pb2.Paused | decode_pb2.Resumed
+Reply: TypeAlias = decode_pb2.Claimed | decode_pb2.Ready | decode_pb2.RequestFinished | decode_pb2.RequestFailed | MoveReply
+Event: TypeAlias = StepSlice | PrefillDone | RedirectDone | RankFailed | Draining | TimerFired | Reply
 
 
 class Mailbox:
