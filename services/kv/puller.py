@@ -5,6 +5,7 @@
     pulls.begin(key, {index: local_page})             destinations of the pages that are lacking, taken and held by the caller
     pulls.cancel(key, reason, message)                gives up or refuses; the holder is told; nothing is reported
     pulls.take_ended()                                [PullEnded]: READY (`handoff`, `stats`) or ABORTED (`reason`, `message`)
+    pulls.stop(message); pulls.resume()               a fence is due: pulls fail, claims are refused, nothing is posted; and it is no more
 
 While a read is in flight its pages carry a READ holder, and a QUARANTINE holder once it is late: the caller drops its own REQUEST holder at
 any time, and a page that may still be written to stays out of free. Guarded by the kv lock, except `post` and `poll`, which Exchange
@@ -18,10 +19,12 @@ import msgspec
 from proto.baton.v1 import common_pb2
 from services.kv.lease import LEASE_TTL_S
 from services.kv.messages import Announce, Done, Ended, HandoffState, Message, Renew, RenewAnswer, RequestKey, encode
-from services.kv.pages import Holder, HolderKind, PagePool
+from services.kv.pages import PagePool
 from services.kv.pull import Pull, PullState, PullStats
+from services.kv.reads import Read, Reads
 from services.kv.transport import TransferState, Transport
 from services.runtime.errors import EngineError, HandoffError
+from services.runtime.telemetry import INCIDENTS
 
 FIRST_RENEWAL_S = 0.05
 READ_GRACE_S = 5.0
@@ -42,20 +45,6 @@ class PullEnded(msgspec.Struct, frozen=True):
     stats: PullStats
 
 
-class _Read:
-    """One transfer; `pull` is None once nobody waits for it."""
-
-    def __init__(self, number: int, pull: Pull, batch: tuple[list[int], list[int], list[int]], *, of_epochs: bool) -> None:
-        self.pull: Pull | None = pull
-        self.peer = pull.holder
-        self.indices, self.remote_pages, self.local_pages = batch
-        self.of_epochs = of_epochs
-        self.holder = Holder(HolderKind.READ, number)
-        self.handle: int | None = None
-        self.deadline = 0.0
-        self.state = TransferState.RUNNING
-
-
 class Puller:
     """All pulls of one rank."""
 
@@ -63,15 +52,14 @@ class Puller:
         self, pool: PagePool, transport: Transport, page_bytes: int, clock: Callable[[], float], ttl_s: float = LEASE_TTL_S
     ) -> None:
         self.num_ignored = 0  # messages that matched nothing
-        self._pool = pool
         self._transport = transport
         self._page_bytes = page_bytes
         self._clock = clock
         self._ttl_s = ttl_s
         self._pulls: dict[RequestKey, Pull] = {}
-        self._reads: list[_Read] = []
-        self._num_reads_ever = 0
+        self.reads = Reads(pool, clock)
         self._ended: list[PullEnded] = []
+        self._stopped = ""  # why nothing new is read
 
     def __len__(self) -> int:
         return len(self._pulls)
@@ -79,7 +67,7 @@ class Puller:
     @property
     def num_reads(self) -> int:
         """Reads in flight, late ones included."""
-        return len(self._reads)
+        return len(self.reads)
 
     def state(self, key: RequestKey) -> PullState | None:
         """Where the pull stands; None when it is over or never was."""
@@ -97,6 +85,8 @@ class Puller:
         """Begin to listen and to renew."""
         if key in self._pulls:
             raise EngineError(f"{key} is being pulled already")
+        if self._stopped:
+            raise HandoffError(common_pb2.FENCED, self._stopped)
         if not self._transport.has_peer(holder):
             raise HandoffError(common_pb2.PEER_GONE, f"holder {holder} of {key.request_id} is no open peer of this rank; add it first")
         pull = self._pulls[key] = Pull(key, holder, self._clock())
@@ -124,6 +114,16 @@ class Puller:
         ended = Ended(key=key, holder=holder, reader=self._transport.instance_id, reason=reason, message=message)
         self._transport.notify(holder, encode(ended))
 
+    def stop(self, message: str) -> None:
+        """Post nothing new: every pull fails as FENCED, its holder is told, and so does every claim from now on."""
+        self._stopped = message
+        for pull in list(self._pulls.values()):
+            self._fail(pull, common_pb2.FENCED, message)
+
+    def resume(self) -> None:
+        """Late reads have ended by themselves: claims are welcome again."""
+        self._stopped = ""
+
     def take_ended(self) -> list[PullEnded]:
         """Pulls that ended since the last call."""
         ended, self._ended = self._ended, []
@@ -150,22 +150,22 @@ class Puller:
         elif isinstance(message, Ended):
             self._report(pull, PullState.ABORTED, message.reason, message.message)
 
-    def plan(self) -> list[_Read]:
+    def plan(self) -> list[Read]:
         """Renew, give up on silent holders, and return the reads to post, their pages held."""
         now = self._clock()
-        reads: list[_Read] = []
+        reads: list[Read] = []
         for pull in list(self._pulls.values()):
             self._renew(pull, now)
             if pull.state is PullState.ABORTED:
                 continue
             if pull.is_short:
                 self._fail(pull, common_pb2.INTERNAL, "the holder's last announcement leaves out pages that this rank lacks")
-            reads += [self._new_read(pull, batch, of_epochs=False) for batch in pull.next_batches(now)]
+            reads += [self.reads.begin(pull, batch, of_epochs=False) for batch in pull.next_batches(now)]
             if pull.is_complete:
                 reads += self._verify(pull)
         return reads
 
-    def post(self, reads: list[_Read]) -> None:
+    def post(self, reads: list[Read]) -> None:
         """Hand reads to the transport; not under the lock, since a backend may copy right here."""
         for read in reads:
             post = self._transport.read_epochs if read.of_epochs else self._transport.read_pages
@@ -179,20 +179,19 @@ class Puller:
 
     def poll(self) -> None:
         """Ask after every read in flight; not under the lock."""
-        for read in self._reads:
+        for read in self.reads:
             if read.handle is not None:
                 read.state = self._transport.poll(read.handle)
 
     def settle(self) -> bool:
         """Take in what poll() saw; whether any read ended."""
         now = self._clock()
-        ended = [read for read in self._reads if read.state is not TransferState.RUNNING]
-        self._reads = [read for read in self._reads if read.state is TransferState.RUNNING]
+        ended = self.reads.take_ended()
         for read in ended:
             self._finish(read, now)
-        for read in self._reads:
-            if now > read.deadline and read.holder.kind is HolderKind.READ:
-                self._quarantine(read)
+        for read in self.reads.take_late():
+            message = f"a read of {len(read.local_pages)} pages from {read.peer} is late; its pages are in quarantine"
+            self._close_peer(read.peer, common_pb2.READ_DEADLINE, message)
         return bool(ended)
 
     # ---- inside
@@ -207,32 +206,22 @@ class Puller:
             reader = self._transport.instance_id
             self._send(pull, Renew(key=pull.key, holder=pull.holder, reader=reader, next_sequence=pull.next_sequence))
 
-    def _new_read(self, pull: Pull, batch: tuple[list[int], list[int], list[int]], *, of_epochs: bool) -> _Read:
-        self._num_reads_ever += 1
-        read = _Read(self._num_reads_ever, pull, batch, of_epochs=of_epochs)
-        self._pool.hold(read.local_pages, read.holder)
-        self._reads.append(read)
-        pull.num_reads += 1
-        return read
-
-    def _verify(self, pull: Pull) -> list[_Read]:
+    def _verify(self, pull: Pull) -> list[Read]:
         indices = pull.to_verify()
         if not indices:  # everything was here already
             self._ready(pull, 0)
             return []
         pull.state = PullState.VERIFYING
-        return [self._new_read(pull, pull.batch(indices), of_epochs=True)]
+        return [self.reads.begin(pull, pull.batch(indices), of_epochs=True)]
 
-    def _finish(self, read: _Read, now: float) -> None:
+    def _finish(self, read: Read, now: float) -> None:
         epochs: list[int] = []
         if read.handle is not None:
             if read.of_epochs and read.state is TransferState.DONE:
                 epochs = self._transport.epochs(read.handle)
             self._transport.release(read.handle)
-        self._pool.drop(read.local_pages, read.holder)
+        self.reads.end(read)
         pull = read.pull
-        if pull:
-            pull.num_reads -= 1
         if read.state is not TransferState.DONE:
             self._close_peer(read.peer, common_pb2.READ_FAILED, f"a read of {len(read.local_pages)} pages from {read.peer} failed")
         elif pull and read.of_epochs:
@@ -252,17 +241,10 @@ class Puller:
         self._send(pull, Done(key=pull.key, holder=pull.holder, reader=self._transport.instance_id))
         self._report(pull, PullState.READY, 0, "")
 
-    def _quarantine(self, read: _Read) -> None:
-        quarantine = Holder(HolderKind.QUARANTINE, read.holder.key)
-        self._pool.hold(read.local_pages, quarantine)
-        self._pool.drop(read.local_pages, read.holder)
-        read.holder = quarantine
-        message = f"a read of {len(read.local_pages)} pages from {read.peer} is late; its pages are in quarantine"
-        self._close_peer(read.peer, common_pb2.READ_DEADLINE, message)
-
     def _close_peer(self, peer: str, reason: int, message: str) -> None:
         """No new read goes to this peer, so every pull from it fails; one that comes later adds it afresh."""
         _log.warning("%s; the peer is closed to new reads", message)
+        INCIDENTS.labels("read given up", common_pb2.Reason.Name(reason)).inc()  # pyright: ignore[reportArgumentType]
         for pull in [pull for pull in self._pulls.values() if pull.holder == peer]:
             self._fail(pull, reason, message)
         self._transport.close_peer(peer)
@@ -281,9 +263,7 @@ class Puller:
     def _forget(self, pull: Pull) -> None:
         """The pull is over; its reads go on alone and keep their pages until they end."""
         del self._pulls[pull.key]
-        for read in self._reads:
-            if read.pull is pull:
-                read.pull = None
+        self.reads.forget(pull)
 
     def _send(self, pull: Pull, message: Message) -> None:
         self._transport.notify(pull.holder, encode(message))

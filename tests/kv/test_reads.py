@@ -4,6 +4,7 @@ import pytest
 
 from proto.baton.v1 import common_pb2
 from services.kv.hash import page_digests
+from services.kv.messages import WIRE_VERSION
 from services.kv.pages import HolderKind
 from services.kv.pull import PullState
 from services.runtime.errors import HandoffError
@@ -235,6 +236,6 @@ def test_b55_a_peer_that_differs_is_refused_with_both_values(pair):
 def test_b55_another_wire_version_is_told_apart_before_its_fields_are_read(pair):
     import msgspec
 
-    with pytest.raises(HandoffError, match="wire version is 99 and ours is 1") as refused:
+    with pytest.raises(HandoffError, match=f"wire version is 99 and ours is {WIRE_VERSION}") as refused:
         pair.reader.transport.add_peer(msgspec.msgpack.encode((99, b"fields of the future")))
     assert refused.value.reason == common_pb2.FINGERPRINT_MISMATCH
