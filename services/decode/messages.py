@@ -4,7 +4,7 @@ front -> engine   Submit, Cancel, SessionLost, MoveStart, MovePause, MoveResume,
 engine -> front   Claimed, Granted, CaughtUp, Ready, StepOut, Paused, Resumed, Finished, Failed (and Up, RankLoad, ...)
 
 A cancelled request is never mentioned again; every other ends in exactly one Finished or Failed; one that moved away, in Failed(REPLACED).
-A move's target says Claimed, Granted, CaughtUp, Ready. Its source says Paused, then Failed(REPLACED); or Resumed, any time from MoveStart on.
+A move's target says Claimed, Granted, CaughtUp, Ready. Its source says Paused, then Failed(REPLACED); or Resumed, whenever the move ends.
 """
 import msgspec
 

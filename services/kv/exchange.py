@@ -2,7 +2,7 @@
 
     exchange = Exchange(transport, kv.pages, lock, page_bytes)      lock: the engine's kv lock (threading.Lock)
     exchange.leases (as holder), exchange.pulls (as reader)         their methods are called with the lock held
-    events = exchange.tick()                                        without the lock; never blocks; [LeaseEnded | PullEnded]
+    events = exchange.tick()                                        without the lock; never blocks; [LeaseEnded | PullCaughtUp | PullEnded]
     time.sleep(exchange.pause_s)                                    two ranks that poll without pause starve NIXL's progress threads
 
 Order for a request: both sides add_peer as soon as the router names the other (prefill before it queues the request, so that it can answer
@@ -16,7 +16,7 @@ from threading import Lock
 from services.kv.lease import LEASE_TTL_S, LeaseEnded, LeaseTable
 from services.kv.messages import Announce, Done, Ended, Message, Renew, RenewAnswer, decode
 from services.kv.pages import PagePool
-from services.kv.puller import PullEnded, Puller
+from services.kv.puller import PullCaughtUp, PullEnded, Puller
 from services.kv.transport import Transport
 
 # A tick costs some 30 us, in which a forward of the same process waits for the interpreter at its next op.
@@ -56,7 +56,7 @@ class Exchange:
             return _CLAIMED_PAUSE_S
         return _SERVING_PAUSE_S if self.leases.is_serving else _IDLE_PAUSE_S
 
-    def tick(self) -> list[LeaseEnded | PullEnded]:
+    def tick(self) -> list[LeaseEnded | PullCaughtUp | PullEnded]:
         """Read messages, expire, renew, post, poll, verify; returns what ended."""
         messages = self.transport.notifications()
         with self._lock:

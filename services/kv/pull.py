@@ -6,13 +6,27 @@ CLAIMED    renews the lease and collects announcements (any order, duplicates, g
 FETCHING   has destination pages; each announcement's pages are read as soon as both are known
 VERIFYING  all page reads are done and the last announcement is here: the holder's epoch words of exactly those pages are read
 READY      every epoch equals the announced one; otherwise ABORTED with EPOCH_MISMATCH, and nothing that was read is used
+
+A pull with `room` is open-ended: its holder still computes, so the pages wanted are those announced, until the last announcement says
+how many tokens there are. It has caught up once when all that was announced by then is read.
 """
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 import msgspec
 
+from services.kv.layout import PAGE_SIZE
 from services.kv.messages import Announce, HandoffState, RequestKey
+
+MAX_BEYOND_GAP = 64  # announcements kept while an earlier one is missing; what is refused beyond it comes with a renewal's answer
+
+
+Accept = Callable[[HandoffState], None]
+"""Raises HandoffError for a decoding state that the reader cannot go on with."""
+
+
+def accept_any(state: HandoffState) -> None:
+    """For a reader that looks at the state later."""
 
 
 class PullState(StrEnum):
@@ -51,11 +65,16 @@ class Pull:
         self._claimed_at = now
         self._first_read_at: float | None = None
         self._last_announced_at = now
+        self._room: int | None = None  # length of the page table of an open-ended pull
+        self._accept: Accept = accept_any
+        self._has_caught_up = False
         self._later: dict[int, Announce] = {}  # announcements beyond a gap
         self._announced: dict[int, tuple[int, int]] = {}  # index in the request -> (remote page, epoch)
-        self._local: dict[int, int] = {}  # index in the request -> local page, for those that are to be read
+        self._num_announced = 0  # pages from the first to the last one announced
+        self._local: dict[int, int] = {}  # index in the request -> local page, for those that may be read
+        self._wanted: set[int] = set()  # indices that are to be read, read ones included
         self._to_post: list[list[int]] = []  # indices, one list an announcement
-        self._to_read: set[int] = set()  # indices not read yet
+        self._to_read: set[int] = set()  # indices of `_wanted` not read yet
 
     @property
     def has_gap(self) -> bool:
@@ -67,23 +86,29 @@ class Pull:
         """Whether the holder has announced anything."""
         return self.next_sequence > 0 or bool(self._later)
 
-    def announced(self, announce: Announce, now: float) -> None:
-        """Take an announcement in, in whatever order it comes."""
-        if announce.sequence < self.next_sequence:
-            return
+    def announced(self, announce: Announce, now: float) -> bool:
+        """Take an announcement in, in whatever order it comes; False when it is beyond the bound and must be asked for again."""
+        if announce.sequence < self.next_sequence or self.handoff is not None:
+            return True
+        if announce.sequence != self.next_sequence and announce.sequence not in self._later and len(self._later) >= MAX_BEYOND_GAP:
+            return False
         self._later.setdefault(announce.sequence, announce)
         while (following := self._later.pop(self.next_sequence, None)) is not None:
             self.next_sequence += 1
             self._announced |= {page.index: (page.page, page.epoch) for page in following.pages}
             self._to_post.append([page.index for page in following.pages])
+            self._num_announced = max(self._num_announced, *(page.index + 1 for page in following.pages), 0)
             if following.state is not None:
                 self.handoff = following.state
                 self._last_announced_at = now
+                self._later.clear()
+        return True
 
-    def begin(self, local_pages: Mapping[int, int]) -> None:
-        """Name the destination of every page to be read; indices that are left out are here already."""
-        self._local = dict(local_pages)
-        self._to_read = set(local_pages)
+    def begin(self, local_pages: Mapping[int, int], accept: Accept = accept_any, room: int | None = None) -> None:
+        """Name the destination of every page to be read; indices that are left out are here already. `room`: see above."""
+        self._local, self._accept, self._room = dict(local_pages), accept, room
+        if room is None:
+            self._wanted, self._to_read = set(local_pages), set(local_pages)
         self.state = PullState.FETCHING
 
     def next_batches(self, now: float) -> list[tuple[list[int], list[int], list[int]]]:
@@ -93,6 +118,10 @@ class Pull:
         wanted = ([index for index in indices if index in self._local] for indices in self._to_post)
         batches = [self.batch(indices) for indices in wanted if indices]
         self._to_post = []
+        if self._room is not None:
+            for indices, _, _ in batches:
+                self._wanted.update(indices)
+                self._to_read.update(indices)
         if batches and self._first_read_at is None:
             self._first_read_at = now
         return batches
@@ -115,11 +144,33 @@ class Pull:
     @property
     def is_short(self) -> bool:
         """Whether the last announcement is here but some page wanted was never announced: the two sides disagree."""
-        return self.handoff is not None and not self._to_read <= self._announced.keys()
+        if self.handoff is None or self.state is PullState.CLAIMED:
+            return False
+        if self._room is None:
+            return not self._to_read <= self._announced.keys()
+        num_pages = -(-self.handoff.num_prompt_tokens // PAGE_SIZE)
+        return any(index in self._local and index not in self._announced for index in range(num_pages))
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether an open-ended pull was announced a page for which there is no room."""
+        return self._room is not None and self._num_announced > self._room
+
+    def catches_up(self) -> bool:
+        """Whether an open-ended pull has now, for the first time, read all that was announced."""
+        if self._room is None or self._has_caught_up or not self.next_sequence or self._later or self._to_post:
+            return False
+        self._has_caught_up = self.state is PullState.FETCHING and not self._to_read and self.num_reads == 0
+        return self._has_caught_up
+
+    def check_handoff(self) -> None:
+        """Raises HandoffError when the caller cannot go on with the decoding state."""
+        assert self.handoff is not None
+        self._accept(self.handoff)
 
     def to_verify(self) -> list[int]:
         """Indices of every page that was read."""
-        return sorted(self._local)
+        return sorted(self._wanted)
 
     def stale(self, indices: list[int], epochs: list[int]) -> list[int]:
         """Indices whose page was rewritten since it was announced."""

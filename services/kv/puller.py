@@ -2,9 +2,12 @@
 
     pulls = Puller(pool, transport, clock=time.monotonic)
     pulls.claim(key, holder_instance)                 from the claim on the lease is renewed; the holder must be a peer (HandoffError)
-    pulls.begin(key, {index: local_page})             destinations of the pages that are lacking, taken and held by the caller
+    pulls.begin(key, {index: local_page}, accept)     destinations of the pages that are lacking, taken and held by the caller; `accept` may
+                                                      refuse the decoding state (HandoffError) before the holder hears Done
+    pulls.begin(..., room=n)                          of a request that its holder still runs: pages below n are read as they are announced
     pulls.cancel(key, reason, message)                gives up or refuses; the holder is told; nothing is reported
-    pulls.take_ended()                                [PullEnded]: READY (`handoff`, `stats`) or ABORTED (`reason`, `message`)
+    pulls.take_ended()                                [PullEnded]: READY (`handoff`, `stats`) or ABORTED (`reason`, `message`);
+                                                      and once, with `room`, PullCaughtUp: all that was announced is read
     pulls.stop(message); pulls.resume()               a fence is due: pulls fail, claims are refused, nothing is posted; and it is no more
 
 While a read is in flight its pages carry a READ holder, and a QUARANTINE holder once it is late: the caller drops its own REQUEST holder at
@@ -20,7 +23,7 @@ from proto.baton.v1 import common_pb2
 from services.kv.lease import LEASE_TTL_S
 from services.kv.messages import Announce, Done, Ended, HandoffState, Message, Renew, RenewAnswer, RequestKey, encode
 from services.kv.pages import PagePool
-from services.kv.pull import Pull, PullState, PullStats
+from services.kv.pull import Accept, Pull, PullState, PullStats, accept_any
 from services.kv.reads import Read, Reads
 from services.kv.transport import TransferState, Transport
 from services.runtime.errors import EngineError, HandoffError
@@ -45,6 +48,12 @@ class PullEnded(msgspec.Struct, frozen=True):
     stats: PullStats
 
 
+class PullCaughtUp(msgspec.Struct, frozen=True):
+    """An open-ended pull has read all that its holder has announced; said once."""
+
+    key: RequestKey
+
+
 class Puller:
     """All pulls of one rank."""
 
@@ -58,7 +67,7 @@ class Puller:
         self._ttl_s = ttl_s
         self._pulls: dict[RequestKey, Pull] = {}
         self.reads = Reads(pool, clock)
-        self._ended: list[PullEnded] = []
+        self._ended: list[PullEnded | PullCaughtUp] = []
         self._stopped = ""  # why nothing new is read
 
     def __len__(self) -> int:
@@ -93,14 +102,14 @@ class Puller:
         # The first renewal comes soon: what was announced before this claim was booked is asked for by nothing else.
         pull.last_renewed += FIRST_RENEWAL_S - self._ttl_s / 6
 
-    def begin(self, key: RequestKey, local_pages: Mapping[int, int]) -> None:
+    def begin(self, key: RequestKey, local_pages: Mapping[int, int], accept: Accept = accept_any, *, room: int | None = None) -> None:
         """Give a claim its destination pages; one that has ended meanwhile is left alone (take_ended says so)."""
         pull = self._pulls.get(key)
         if pull is None:
             return
         if pull.state is not PullState.CLAIMED:
             raise EngineError(f"{key} is {pull.state}: it has its pages already")
-        pull.begin(local_pages)
+        pull.begin(local_pages, accept, room)
 
     def cancel(self, key: RequestKey, reason: int, message: str) -> None:
         """Give a pull up and tell its holder; no pull is no error."""
@@ -124,8 +133,8 @@ class Puller:
         """Late reads have ended by themselves: claims are welcome again."""
         self._stopped = ""
 
-    def take_ended(self) -> list[PullEnded]:
-        """Pulls that ended since the last call."""
+    def take_ended(self) -> list[PullEnded | PullCaughtUp]:
+        """Pulls that ended or caught up since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -136,17 +145,18 @@ class Puller:
         pull = self._pulls.get(message.key)
         if pull is None or pull.holder != sender or message.holder != sender or message.reader != self._transport.instance_id:
             self.num_ignored += 1
+            INCIDENTS.labels("message ignored", "").inc()
             _log.info("reader %s ignores %s of %s from %s", self._transport.instance_id, type(message).__name__, message.key, sender)
             return
         now = self._clock()
         pull.silent_since = None
         if isinstance(message, Announce):
-            pull.announced(message, now)
+            self._announced(pull, message, now)
         elif isinstance(message, RenewAnswer):
             if not message.known and pull.heard_any:
                 self._fail(pull, common_pb2.LEASE_EXPIRED, f"holder {sender} no longer knows the request")
             for announce in message.announcements:
-                pull.announced(announce, now)
+                self._announced(pull, announce, now)
         elif isinstance(message, Ended):
             self._report(pull, PullState.ABORTED, message.reason, message.message)
 
@@ -158,9 +168,13 @@ class Puller:
             self._renew(pull, now)
             if pull.state is PullState.ABORTED:
                 continue
-            if pull.is_short:
+            if pull.is_outgrown:
+                self._fail(pull, common_pb2.OVERLOADED, "the request outgrew the pages taken for it before its move was over; try again")
+            elif pull.is_short:
                 self._fail(pull, common_pb2.INTERNAL, "the holder's last announcement leaves out pages that this rank lacks")
             reads += [self.reads.begin(pull, batch, of_epochs=False) for batch in pull.next_batches(now)]
+            if pull.catches_up():
+                self._ended.append(PullCaughtUp(pull.key))
             if pull.is_complete:
                 reads += self._verify(pull)
         return reads
@@ -206,7 +220,17 @@ class Puller:
             reader = self._transport.instance_id
             self._send(pull, Renew(key=pull.key, holder=pull.holder, reader=reader, next_sequence=pull.next_sequence))
 
+    def _announced(self, pull: Pull, announce: Announce, now: float) -> None:
+        if not pull.announced(announce, now):
+            INCIDENTS.labels("announcement refused", "OVERLOADED").inc()
+            _log.warning("announcement %d of %s is too far beyond a gap; it is asked for again", announce.sequence, pull.key)
+
     def _verify(self, pull: Pull) -> list[Read]:
+        try:
+            pull.check_handoff()
+        except HandoffError as error:
+            self._fail(pull, error.reason, str(error))
+            return []
         indices = pull.to_verify()
         if not indices:  # everything was here already
             self._ready(pull, 0)
