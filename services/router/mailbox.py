@@ -29,7 +29,7 @@ class RedirectDone(NamedTuple):
     """Prefill.Redirect has returned, or failed: then `outcome` says how."""
 
     attempt: int  # the new one
-    outcome: common_pb2.RequestOutcome
+    outcome: prefill_pb2.RequestOutcome
 
 
 class RankFailed(NamedTuple):
