@@ -1,4 +1,4 @@
-"""A cluster on this machine: one router and a front a pool, as separate processes on free ports.
+"""A cluster on this machine: routers and fronts as separate processes; by default one router and a front a pool, on free ports.
 
     python -m services.runtime.cluster up --config deploy/dev.toml [--prefill 2 --decode 2]
 
@@ -39,14 +39,14 @@ def _tell_nobody(_line: str) -> None:
 
 class Cluster:
     """Starts, watches and ends the processes. `settings` are `--set` overrides for every one of them; the fronts join
-    `more_routers` besides their own; `run_dir`: where the file `router` names the address once all is up (None = nowhere);
-    `report` gets a line of progress at a time.
+    `more_routers` besides those started here; `run_dir`: where the file `router` names the address once all is up (None = nowhere);
+    `log_dir`: where each process's stderr goes, to `<name>.log` (None = to ours); `report` gets a line of progress at a time.
     """
 
     def __init__(self, config: Path | None, *, prefill: int, decode: int, settings: Sequence[str] = (), run_dir: Path | None = None,
-                 more_routers: Sequence[str] = (), report: Callable[[str], None] = _tell_nobody) -> None:
+                 more_routers: Sequence[str] = (), log_dir: Path | None = None, report: Callable[[str], None] = _tell_nobody) -> None:
         """Raises ConfigError for a file or setting that no process could use."""
-        self.router_address = ""
+        self.routers: dict[str, str] = {}  # name -> address
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         loaded = load_config(config, settings)
         self.drain_s = max(loaded.prefill.drain_s, loaded.decode.drain_s)
@@ -55,9 +55,16 @@ class Cluster:
         self._settings = settings
         self._address_file = run_dir / "router" if run_dir is not None else None
         self._more_routers = more_routers
+        self._log_dir = log_dir
         self._report = report
+        self._commands: dict[str, list[str]] = {}
         self._private = tempfile.TemporaryDirectory(prefix="baton-")
         self._is_complete = False
+
+    @property
+    def router_address(self) -> str:
+        """host:port of the first router, "" before it listens."""
+        return self.routers.get("router", "")
 
     async def start(self, stopping: asyncio.Event | None = None) -> None:
         """Start everything and wait until every rank has joined. Raises SetupError when a process cannot start, Interrupted when
@@ -100,38 +107,51 @@ class Cluster:
             with contextlib.suppress(OSError):
                 self._address_file.unlink(missing_ok=True)
 
-    async def start_router(self) -> None:
-        """Start the router alone and learn its address."""
-        self._report("starting the router")
-        address_file = Path(self._private.name) / "router"
-        self._spawn("router", "services.router", ["--address-file", str(address_file)])
-        await first_of(self._watch(), self._read_address(address_file))
-        self._report(f"router at {self.router_address}")
-
-    def add_front(self, role: str, ranks: int) -> str:
-        """Start one more front of `role` with `ranks` ranks; returns its name here."""
-        name = role if role not in self.processes else f"{role}-{len(self.processes)}"
-        routers = ", ".join(f'"{address}"' for address in (self.router_address, *self._more_routers))
-        overrides = [f"{role}.ranks={ranks}", f"{role}.routers=[{routers}]"]
-        self._report(f"starting {role}: {ranks} {'rank' if ranks == 1 else 'ranks'}")
-        self._spawn(name, f"services.{role}", [word for override in overrides for word in ("--set", override)])
+    async def start_router(self, settings: Sequence[str] = ()) -> str:
+        """Start one more router, `settings` on top of everybody's, and learn its address; returns its name here. Fronts started
+        later join it."""
+        name = "router" if not self.routers else f"router-{len(self.processes)}"
+        self._report(f"starting the {name}")
+        address_file = Path(self._private.name) / name
+        self._start_new(name, "services.router", settings, ["--address-file", str(address_file)])
+        await first_of(self._watch(), self._read_address(name, address_file))
+        self._report(f"{name} at {self.routers[name]}")
         return name
 
-    def _spawn(self, name: str, module: str, extra: Sequence[str]) -> None:
-        arguments = ["--config", str(self._config)] if self._config is not None else []
-        for setting in self._settings:
-            arguments += ["--set", setting]
-        # A session of its own, so that Ctrl-C in the terminal reaches this process alone and the drain has an order. A Popen is there
-        # as soon as its process is: no cancellation loses it.
-        self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments, *extra, "--die-with-parent", str(os.getpid())],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-        )
+    def add_front(self, role: str, ranks: int, *, settings: Sequence[str] = (), prefix: Sequence[str] = ()) -> str:
+        """Start one more front of `role` with `ranks` ranks, `settings` on top of everybody's; returns its name here. `prefix`: words
+        before its command, such as `ip netns exec NAME`, that end in the same process."""
+        name = role if role not in self.processes else f"{role}-{len(self.processes)}"
+        routers = ", ".join(f'"{address}"' for address in (*self.routers.values(), *self._more_routers))
+        self._report(f"starting {name}: {ranks} {'rank' if ranks == 1 else 'ranks'}")
+        self._start_new(name, f"services.{role}", [f"{role}.ranks={ranks}", f"{role}.routers=[{routers}]", *settings], [], prefix)
+        return name
 
-    async def _read_address(self, path: Path) -> None:
+    def restart(self, name: str) -> None:
+        """Start a process that has ended once more, with the same command: at the same address if it was told one."""
+        self._spawn(name)
+
+    def _start_new(self, name: str, module: str, settings: Sequence[str], extra: Sequence[str], prefix: Sequence[str] = ()) -> None:
+        arguments = ["--config", str(self._config)] if self._config is not None else []
+        for setting in (*self._settings, *settings):
+            arguments += ["--set", setting]
+        command = [*prefix, sys.executable, "-m", module, *arguments, *extra, "--die-with-parent", str(os.getpid())]
+        self._commands[name] = command
+        self._spawn(name)
+
+    def _spawn(self, name: str) -> None:
+        with contextlib.ExitStack() as files:
+            log = files.enter_context((self._log_dir / f"{name}.log").open("ab")) if self._log_dir is not None else None
+            # A session of its own, so that Ctrl-C in the terminal reaches this process alone and the drain has an order. A Popen is
+            # there as soon as its process is: no cancellation loses it.
+            self.processes[name] = subprocess.Popen(
+                self._commands[name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True,
+            )
+
+    async def _read_address(self, name: str, path: Path) -> None:
         while not (address := read_address(path)):
             await asyncio.sleep(0.02)
-        self.router_address = address
+        self.routers[name] = address
 
     async def _until_complete(self) -> None:
         began, missing = time.monotonic(), {role for role, ranks in self._ranks.items() if ranks}
@@ -173,9 +193,9 @@ class Cluster:
     async def stop(self) -> None:
         """Drain: fronts first, then the router. Nothing is left when it returns."""
         try:
-            fronts = [process for name, process in self.processes.items() if name != "router"]
+            fronts = [process for name, process in self.processes.items() if not name.startswith("router")]
             await _end(fronts, self.drain_s + 10 if self._is_complete else _QUICK_END_S)
-            await _end([process for name, process in self.processes.items() if name == "router"], _QUICK_END_S)
+            await _end([process for name, process in self.processes.items() if name.startswith("router")], _QUICK_END_S)
         finally:
             self._withdraw(self.router_address)
             self._private.cleanup()

@@ -15,7 +15,7 @@ from services.model.reference import Reference
 from services.model.sampling import RowState, sample
 from services.prefill.forward import PrefillChunk, PrefillForward
 from tests.decode.rig import Rig
-from tests.oracle import Tally, check_stream
+from services.doctor.oracle import Tally, check_stream
 from tests.tiny_model import YARN, random_tensors, tiny_config, tiny_raw, write_checkpoint
 
 RAW = {"max_position_embeddings": 512, "rope_scaling": YARN}

@@ -4,63 +4,20 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
-from proto.baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc, registry_pb2, registry_pb2_grpc
+from proto.baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc, registry_pb2_grpc
+from services.doctor.watcher import Watcher
 from services.runtime.cluster import Cluster
-from services.runtime.serve import WIRE_VERSION, Server, open_channel
+from services.runtime.serve import Server, open_channel
 
 ROOT = Path(__file__).parents[2]
 DEMO_CONFIG = ROOT / "deploy" / "dev.toml"
-
-
-class Watcher(registry_pb2_grpc.RegistryServicer):
-    """A registry that fronts join like any router; keeps each rank's last load and its pool's size."""
-
-    def __init__(self) -> None:
-        self.num_pages: dict[str, int] = {}
-        self.ranks: dict[str, common_pb2.Rank] = {}
-        self.loads: dict[str, registry_pb2.Load] = {}
-
-    async def Join(
-        self, request_iterator: AsyncIterator[registry_pb2.MemberUpdate], context: Any
-    ) -> AsyncIterator[registry_pb2.RegistryUpdate]:
-        yield registry_pb2.RegistryUpdate(welcome=registry_pb2.Welcome(router_id="watcher", wire_version=WIRE_VERSION))
-        address = ""
-        async for update in request_iterator:
-            if update.HasField("member"):
-                address = update.member.address
-                listed = {rank.instance_id: rank for rank in update.member.ranks}
-                for gone in [key for key, rank in self.ranks.items() if rank.pool_address == address and key not in listed]:
-                    self._forget(gone)
-                self.ranks |= listed
-                self.num_pages |= dict.fromkeys(listed, update.member.limits.num_pages)
-            elif update.HasField("load"):
-                self.loads[update.load.instance_id] = update.load
-        for gone in [key for key, rank in self.ranks.items() if rank.pool_address == address]:
-            self._forget(gone)
-
-    def _forget(self, instance_id: str) -> None:
-        for table in (self.ranks, self.num_pages, self.loads):
-            table.pop(instance_id, None)
-
-    def untidy(self) -> dict[str, str]:
-        """Ranks that hold more than they should when nothing runs."""
-        found: dict[str, str] = {}
-        for instance_id in self.ranks:
-            load, pages = self.loads.get(instance_id), self.num_pages[instance_id]
-            if load is None:
-                found[instance_id] = "has reported no load yet"
-                continue
-            held = (pages - load.num_free_pages, load.num_claims, load.num_running, load.num_queued_tokens, load.num_leased_pages)
-            if any(held):
-                found[instance_id] = f"{self.ranks[instance_id].role}: {load} of {pages} pages".replace("\n", " ")
-        return found
 
 
 class Rig:

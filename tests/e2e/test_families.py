@@ -13,7 +13,7 @@ from services.model.params import SamplingParams
 from services.model.reference import Reference
 from tests.e2e.rig import Rig, generate_all
 from tests.families import ORIGINAL_LENGTH, write_family
-from tests.oracle import DEMO_MODEL, Tally, check_stream
+from services.doctor.oracle import DEMO_MODEL, Tally, check_stream
 
 NUM_OUTPUT = 12
 LENGTHS = (1, 64, 65, 130, 200, 300)

@@ -23,7 +23,7 @@ from services.model.sampling import RowState, adjust_logits, sample
 
 TOLERANCE = 1e-4
 EXCUSED_ONE_IN = 2000
-DEMO_MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
+DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 _CHUNK = 1024  # tokens a forward: attention scores of a long prompt stay small
 
 
