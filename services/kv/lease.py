@@ -1,23 +1,29 @@
 """The holder's side of hand-offs: a promise to keep a request's pages for its readers while they renew it.
 
 QUEUED -> COMPUTING -> LEASED -> RELEASED; from any state -> ABORTED -> FREE; a lease nobody renews -> EXPIRED -> FREE.
-QUEUED is the scheduler's: a lease begins at admission, in COMPUTING, and is LEASED from its last announcement on.
+QUEUED holds no page and never expires: the scheduler has the request. A lease begins at admission and is LEASED from its last
+announcement on. Each choice of a request has a lease of its own: pages that they share have one holder a lease.
 
     leases = LeaseTable(instance_id, pool, send=transport.notify, clock=time.monotonic)
-    leases.open(key, readers=[decode_instance])       at admission; its reader must be a peer of the transport already
+    leases.queue(key, readers=[decode_instance])      known, not admitted: its readers (peers of the transport already) may refuse it
+    leases.open(key, readers=[decode_instance])       at admission, queued before or not
     leases.announce(key, [(index, page), ...])        final pages, held by the caller; chunk by chunk
     leases.announce(key, pages, state)                the last ones (may be none) and where decoding goes on
     leases.finish(key)                                first token ends the request: readers are told that nothing is to be pulled
-    leases.abort(key, reason, message)                readers are told why
-    leases.refuse(key, readers, reason, message)      the same for a request that was never admitted
+    leases.abort(key, reason, message)                readers are told why; abort_all(reason, message) for every lease there is
+    leases.redirect(key, new_key, readers)            others read it from here on, from the first announcement
+    leases.refuse(key, readers, reason, message)      abort for what was never queued
+    leases.newest(request_id, choice)                 the key with the highest attempt of this choice that is queued or leased
     leases.handle(sender, message); leases.tick()     driven by Exchange
-    leases.take_ended()                               [LeaseEnded] since the last call: the engine drops its own holders, or its queue entry
-                                                      (a reader may refuse a request that is not admitted yet)
+    leases.take_ended()                               [LeaseEnded] since the last call, whoever ended them but `redirect`: the engine drops
+                                                      its own holders, or its queue entry
 
-The table takes a LEASE holder on every announced page and drops it in every end. Guarded by the kv lock.
+The table takes a LEASE holder on every announced page and drops it in every end. Guarded by the kv lock. Bounds: a lease ends once, so
+what take_ended() has is bounded by the leases; of leases that ended, the newest MAX_GRAVES of the last ttl are remembered.
 """
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -38,8 +44,11 @@ from services.kv.messages import (
 )
 from services.kv.pages import Holder, HolderKind, PagePool
 from services.runtime.errors import EngineError
+from services.runtime.telemetry import count_incident
 
 LEASE_TTL_S = 30.0
+MAX_GRAVES = 10_000
+"""Ended leases whose end a late renewal still hears; the oldest give way, and their readers hear "unknown"."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +56,7 @@ _log = logging.getLogger(__name__)
 class LeaseState(StrEnum):
     """Words of DESIGN.md section 5."""
 
+    QUEUED = "queued"
     COMPUTING = "computing"
     LEASED = "leased"
     RELEASED = "released"
@@ -66,8 +76,8 @@ class LeaseEnded(msgspec.Struct, frozen=True):
 class _Lease:
     __slots__ = ("announcements", "deadline", "readers", "state", "waiting")
 
-    def __init__(self, readers: Sequence[str], deadline: float) -> None:
-        self.state = LeaseState.COMPUTING
+    def __init__(self, state: LeaseState, readers: Sequence[str], deadline: float) -> None:
+        self.state = state
         self.readers = tuple(readers)
         self.waiting = set(readers)  # readers that have not said Done
         self.announcements: list[tuple[tuple[AnnouncedPage, ...], HandoffState | None]] = []
@@ -87,7 +97,7 @@ class LeaseTable:
         self._clock = clock
         self._ttl_s = ttl_s
         self._leases: dict[RequestKey, _Lease] = {}
-        self._graves: dict[RequestKey, tuple[float, LeaseEnded]] = {}  # kept for one ttl, so that a late renewal hears how it ended
+        self._graves: dict[RequestKey, tuple[float, LeaseEnded]] = {}  # oldest first; one ttl, so that a late renewal hears how it ended
         self._ended: list[LeaseEnded] = []
 
     def __len__(self) -> int:
@@ -103,12 +113,26 @@ class LeaseTable:
         lease = self._leases.get(key)
         return lease.state if lease else None
 
+    def newest(self, request_id: str, choice: int) -> RequestKey | None:
+        """Of this choice's attempts that are queued or leased here, the highest."""
+        keys = [key for key in self._leases if (key.request_id, key.choice) == (request_id, choice)]
+        return max(keys, key=lambda key: key.attempt, default=None)
+
+    def queue(self, key: RequestKey, readers: Sequence[str]) -> None:
+        """A request is here but not admitted; renewals are answered with "unknown" until it is."""
+        self._add(key, LeaseState.QUEUED, readers, math.inf)
+
     def open(self, key: RequestKey, readers: Sequence[str]) -> None:
         """Begin a lease at admission; one reader a TP rank of the other side."""
+        if self.state(key) is LeaseState.QUEUED:
+            del self._leases[key]
+        self._add(key, LeaseState.COMPUTING, readers, self._clock() + self._ttl_s)
+
+    def _add(self, key: RequestKey, state: LeaseState, readers: Sequence[str], deadline: float) -> None:
         if key in self._leases or not readers:
-            raise EngineError(f"lease of {key} for readers {list(readers)}: it is open already or nobody would read it")
+            raise EngineError(f"lease of {key} for readers {list(readers)}: it is here already or nobody would read it")
         self._graves.pop(key, None)
-        self._leases[key] = _Lease(readers, self._clock() + self._ttl_s)
+        self._leases[key] = _Lease(state, readers, deadline)
 
     def announce(self, key: RequestKey, pages: Sequence[tuple[int, int]], state: HandoffState | None = None) -> None:
         """Lease `(index in the request, page)` and tell the readers; with `state` these are the last. An ended lease is left alone."""
@@ -116,7 +140,7 @@ class LeaseTable:
         if lease is None:
             return  # expired or refused while the chunk was computed; take_ended() says so
         if lease.state is not LeaseState.COMPUTING:
-            raise EngineError(f"{key} announces after its last announcement")
+            raise EngineError(f"{key} announces pages but its lease is {lease.state}: only one that is computing may")
         self._pool.hold([page for _, page in pages], Holder(HolderKind.LEASE, key))
         announced = tuple(AnnouncedPage(index, page, self._pool.epoch(page)) for index, page in pages)
         lease.announcements.append((announced, state))
@@ -124,6 +148,30 @@ class LeaseTable:
             lease.state = LeaseState.LEASED
         for reader in lease.readers:
             self._send(reader, encode(self._announcement(key, reader, lease, len(lease.announcements) - 1)))
+
+    def redirect(self, key: RequestKey, new_key: RequestKey, readers: Sequence[str]) -> bool:
+        """Give a lease, or a queued request, other readers and another key; False when there is none.
+
+        The old readers hear REPLACED, and what they still say under the old key is ignored; the new ones hear every announcement.
+        """
+        old = self._leases.get(key)
+        if old is None:
+            return False
+        queued = old.state is LeaseState.QUEUED
+        self._add(new_key, old.state, readers, math.inf if queued else self._clock() + self._ttl_s)
+        new = self._leases[new_key]
+        new.announcements = old.announcements
+        # The new holder first: no page is free in between.
+        self._pool.hold(self._pool.pages_of(Holder(HolderKind.LEASE, key)), Holder(HolderKind.LEASE, new_key))
+        self._pool.release(Holder(HolderKind.LEASE, key))
+        del self._leases[key]
+        message = f"attempt {new_key.attempt} takes the hand-off over"
+        self._tell(old.waiting, LeaseEnded(key, LeaseState.ABORTED, common_pb2.REPLACED, message))
+        count_incident("lease redirected", common_pb2.REPLACED)
+        for sequence in range(len(new.announcements)):
+            for reader in readers:
+                self._send(reader, encode(self._announcement(new_key, reader, new, sequence)))
+        return True
 
     def finish(self, key: RequestKey) -> None:
         """The request ended with its first token: release, and tell the readers that there is nothing to pull."""
@@ -133,8 +181,13 @@ class LeaseTable:
         """Give the hand-off up and tell the readers why; no lease is no error."""
         self._end(key, LeaseState.ABORTED, reason, message)
 
+    def abort_all(self, reason: int, message: str) -> None:
+        """Give every hand-off up, queued ones too."""
+        for key in list(self._leases):
+            self._end(key, LeaseState.ABORTED, reason, message)
+
     def refuse(self, key: RequestKey, readers: Sequence[str], reason: int, message: str) -> None:
-        """Tell the readers of a request without a lease that none will come, now and when they renew."""
+        """Tell the readers of a request that was never queued that no lease will come, now and when they renew."""
         self._tell(readers, LeaseEnded(key, LeaseState.ABORTED, reason, message))
 
     def handle(self, sender: str, message: Message) -> None:
@@ -144,11 +197,9 @@ class LeaseTable:
             self._ignore(sender, message)
         elif isinstance(message, Renew):
             self._renew(message, lease)
-        elif isinstance(message, Ended) and lease is None:  # still queued, perhaps: the engine knows
-            self._ended.append(LeaseEnded(message.key, LeaseState.ABORTED, message.reason, message.message))
         elif lease is None:
             self._ignore(sender, message)
-        elif isinstance(message, Done):
+        elif isinstance(message, Done) and lease.state is not LeaseState.QUEUED:
             lease.waiting.discard(sender)
             if not lease.waiting:
                 self._end(message.key, LeaseState.RELEASED, FINISHED, "", told=sender)
@@ -178,7 +229,7 @@ class LeaseTable:
     def _renew(self, message: Renew, lease: _Lease | None) -> None:
         key, reader = message.key, message.reader
         answer: RenewAnswer | Ended
-        if lease:
+        if lease and lease.state is not LeaseState.QUEUED:
             lease.deadline = self._clock() + self._ttl_s
             missing = range(message.next_sequence, len(lease.announcements))
             announcements = tuple(self._announcement(key, reader, lease, sequence) for sequence in missing)
@@ -200,14 +251,21 @@ class LeaseTable:
         self._pool.release(Holder(HolderKind.LEASE, key))
         ended = LeaseEnded(key, state, reason, message)
         self._ended.append(ended)
+        if state is not LeaseState.RELEASED:
+            count_incident(f"lease {state}", reason)
         self._tell([reader for reader in lease.readers if reader in lease.waiting and reader != told], ended)
 
-    def _tell(self, readers: Sequence[str], ended: LeaseEnded) -> None:
+    def _tell(self, readers: Collection[str], ended: LeaseEnded) -> None:
         if readers:
+            self._graves.pop(ended.key, None)  # the order is that of their ends
             self._graves[ended.key] = (self._clock() + self._ttl_s, ended)
+        if len(self._graves) > MAX_GRAVES:
+            del self._graves[next(iter(self._graves))]
+            count_incident("end of a lease forgotten early")
         for reader in readers:
             self._send(reader, encode(self._ended_message(ended, reader)))
 
     def _ignore(self, sender: str, message: Message) -> None:
         self.num_ignored += 1
+        count_incident("message to a holder ignored")
         _log.info("holder %s ignores %s of %s from %s", self._instance_id, type(message).__name__, message.key, sender)

@@ -2,16 +2,18 @@
 
 A request's states, and who moves it on:
 
-1. QUEUED      Run has come, its reader is a peer; it holds no page (`_queue`)
-2. COMPUTING   admitted by the scheduler: all its pages are its own, cached ones pinned, the lease is open; every step computes a chunk of
-               it, announces the pages that became final and stores them in the prefix cache (`_admit`, `_commit`)
-3. LEASED      first token sampled and told to the front, the last pages and the state announced: the lease alone holds pages (`_finish`)
+1. QUEUED      Run has come, its readers are peers; it holds no page (`_queue`)
+2. COMPUTING   admitted by the scheduler: all its pages are its own, cached ones pinned, a lease a choice is open; every step computes a
+               chunk of it, announces the pages that became final and stores them in the prefix cache (`_admit`, `_commit`)
+3. LEASED      first tokens sampled and told to the front, the last pages and the state announced: the leases alone hold pages (`_finish`).
+               From here on each choice lives on its own: all share the prompt's pages but the last one, of which each has a copy
 4. RELEASED    every reader said Done: the hand-off thread frees the pages at once, the main loop says LeaseOver (`_lease_ended`)
-   EXPIRED     nobody renewed the lease for its ttl: the same, and a request still COMPUTING fails
-   ABORTED     cancelled, refused by the reader, or its forward failed: the other side is told why (`_fail`, `_cancel`)
+   EXPIRED     nobody renewed the lease for its ttl: the same; a request still COMPUTING fails when no choice is left
+   ABORTED     cancelled, refused by the reader, its forward failed, the transfer agent renewed: the other side is told (`_fail`, `_cancel`)
 5. FREE        from any of the three: nothing here knows the request any more
 
-A request without a reader goes from COMPUTING to FREE with its first token, and so does one whose first token is its last.
+A request without a reader goes from COMPUTING to FREE with its first token, and so does a choice whose first token is its last. A redirect
+gives a choice that is QUEUED, COMPUTING or LEASED another reader and a higher attempt (`_redirect`); its state stays.
 
 Threads: the main loop (commands, schedule, forward, sample, announce, events), the hand-off thread (`handoffs.py`) and the heartbeat
 (`runtime/engine.py`). `kv.lock` guards pages, prefix cache, leases and the scheduler; a forward runs without it.
@@ -28,12 +30,12 @@ from services.kv.layout import PAGE_SIZE
 from services.kv.lease import LeaseEnded
 from services.kv.messages import RequestKey
 from services.kv.rank_kv import RankKv
-from services.prefill.first_token import FirstToken, FirstTokenSampler, handoff_state
+from services.prefill.first_token import FirstToken, FirstTokenSampler, run_done
 from services.prefill.forward import PrefillChunk
 from services.prefill.handoffs import Handoffs
 from services.prefill.load import LoadReporter
-from services.prefill.messages import Cancel, Command, Event, LeaseOver, Run, RunDone, RunFailed
-from services.prefill.request import Request
+from services.prefill.messages import Cancel, Command, Event, LeaseOver, Redirect, Run, RunFailed
+from services.prefill.request import Request, Requests
 from services.prefill.scheduler import Chunk, Plan, Scheduler
 from services.prefill.startup import load
 from services.runtime.config import Config, PrefillSection
@@ -75,8 +77,8 @@ class PrefillEngine:
             kv.pool, chunk_tokens=section.chunk_tokens, max_running=section.max_running, max_queued=section.max_queued
         )
         self._load = LoadReporter(kv, self.scheduler, channel.send, clock, token_s)
-        self._requests: dict[RequestKey, Request] = {}  # QUEUED and COMPUTING
-        self._leased: set[RequestKey] = set()
+        self._requests = Requests()  # QUEUED and COMPUTING
+        self._leased: set[RequestKey] = set()  # a choice each
         self._busy = False  # the last turn ran a forward
         self._unchecked = False  # something happened since the last integrity check
         self._checked_at = -_CHECK_S
@@ -102,6 +104,8 @@ class PrefillEngine:
                 return False
             if isinstance(command, Run):
                 self._queue(command)
+            elif isinstance(command, Redirect):
+                self._redirect(command)
             else:
                 self._cancel(command)
         for ended in self.handoffs.take_ended():
@@ -113,7 +117,7 @@ class PrefillEngine:
     def close(self) -> None:
         """Give everything up, each side told, and end the hand-off thread. The caller closes `kv`."""
         self.handoffs.stop()
-        for request in list(self._requests.values()):
+        for request in self._requests.all():
             self._fail(request, common_pb2.DRAINING, "the prefill rank stops")
         with self._kv.lock:
             for key in self._leased:
@@ -129,47 +133,59 @@ class PrefillEngine:
     def _queue(self, run: Run) -> None:
         """-> QUEUED, or refused."""
         request = Request.of(run, self._clock)
-        self._requests[run.key] = request
         self._unchecked = True
         try:
-            if run.reader is not None:
-                self.handoffs.add_reader(run.reader)
+            self.handoffs.add_readers(run.readers)
             with self._kv.lock:
+                self.handoffs.check_instance(run.instance_id)
+                if self._requests.of_run(run.key) or any(self.handoffs.knows(key) for key in run.keys):
+                    message = f"attempt {run.key.attempt} of a choice of request {run.key.request_id} is here already; raise the attempt"
+                    raise HandoffError(common_pb2.STALE_ATTEMPT, message)
                 self.scheduler.add(request.prompt)
+                self.handoffs.queue(request.choices)
         except HandoffError as error:
-            self._fail(request, error.reason, str(error))
+            with self._kv.lock:
+                self.handoffs.refuse(request.choices, error.reason, str(error))
+            self._channel.send(RunFailed(run.key, error.reason, str(error)))
+            return
+        self._requests.add(request)
 
     def _cancel(self, cancel: Cancel) -> None:
-        """Any state -> ABORTED -> FREE; a LEASED one is reported as LeaseOver like every other end of a lease."""
-        request = self._requests.get(cancel.key)
+        """Any state -> ABORTED -> FREE; a choice's lease is reported by the hand-off thread like every other end of a lease."""
+        request = self._requests.of_run(cancel.key)
         if request is not None:
             self._fail(request, cancel.reason, cancel.message)
-        elif cancel.key in self._leased:
+        else:
             with self._kv.lock:
                 self._kv.leases.abort(cancel.key, cancel.reason, cancel.message)
 
+    def _redirect(self, command: Redirect) -> None:
+        """Another reader for a choice, whatever its state."""
+        done = self.handoffs.redirect(command)
+        if done.former is not None and not self._requests.redirect(done.former, done.key, command.reader):
+            self._leased.remove(done.former)
+            self._leased.add(done.key)
+        self._channel.send(done)
+
     def _fail(self, request: Request, reason: int, message: str) -> None:
         """QUEUED or COMPUTING -> ABORTED -> FREE."""
-        key = request.run.key
         with self._kv.lock:
-            self.scheduler.remove(key)
-            self.handoffs.tell(key, request.run.reader, reason, message)
-        self._forget(request, RunFailed(key, reason, message))
-
-    def _forget(self, request: Request, event: RunFailed) -> None:
-        del self._requests[request.run.key]
-        self._channel.send(event)
+            self.scheduler.remove(request.run.key)
+            self.handoffs.abort(request.choices, reason, message)
+        self._requests.remove(request)
+        self._channel.send(RunFailed(request.run.key, reason, message))
 
     def _lease_ended(self, ended: LeaseEnded) -> None:
-        """Done, refusal or expiry, as the hand-off thread saw it. Ends of our own making are reported already."""
+        """Done, refusal, expiry or a renewed agent, as the hand-off thread saw it. Ends of our own making are reported already."""
         self._unchecked = True
-        request = self._requests.get(ended.key)
+        request = self._requests.of_choice(ended.key)
         if request is not None:
             with self._kv.lock:
-                self.scheduler.remove(ended.key)
-            # A reader that says Done before it heard the last announcement has lost count of its requests.
-            message = ended.message or "the reader was done before the prompt was computed"
-            self._forget(request, RunFailed(ended.key, ended.reason or common_pb2.INTERNAL, message))
+                is_over = self.handoffs.are_over(request.choices)
+            if is_over:  # else the other choices go on, and this one's reader or its end has told the router
+                # A reader that says Done before it heard the last announcement has lost count of its requests.
+                message = ended.message or "the reader was done before the prompt was computed"
+                self._fail(request, ended.reason or common_pb2.INTERNAL, message)
         elif ended.key in self._leased:
             self._leased.remove(ended.key)
             self._channel.send(LeaseOver(ended.key, ended.reason, ended.message))
@@ -190,16 +206,15 @@ class PrefillEngine:
     def _admit(self, request: Request) -> None:
         """QUEUED -> COMPUTING; cached pages are final already."""
         request.admitted()
-        reader = request.run.reader
-        if reader is not None:
-            self._kv.leases.open(request.run.key, [reader.instance_id])
-            self._announce(request, request.num_stored)
+        self.handoffs.open(request.choices)
+        self.handoffs.announce(request.choices, request.new_pages(request.num_stored))
 
     def _compute(self, plan: Plan) -> None:
         last = [self._requests[chunk.prompt.key] for chunk in plan.chunks if chunk.is_last]
         self._step_clock.begin(self._load.predicted_s(plan))
         try:
             logits = self._forward.run(self._kv.memory.pages, [self._chunk(chunk) for chunk in plan.chunks])
+            self._copy_last_pages(last)  # before sampling, which waits for all that was launched
             tokens = self._sampler.sample(logits, [request.run for request in last])
         except Exception as error:  # whatever went wrong, the rank outlives it and only this batch pays
             logger.exception("a forward failed", extra={"request_ids": [chunk.prompt.key.request_id for chunk in plan.chunks]})
@@ -220,49 +235,36 @@ class PrefillEngine:
             token_ids=request.run.token_ids[chunk.start : end], start=chunk.start, page_table=chunk.prompt.pages, want_logits=chunk.is_last
         )
 
+    def _copy_last_pages(self, requests: Sequence[Request]) -> None:
+        """Each choice will write behind the prompt: a page a choice, whose sole holder is still the request."""
+        pages = self._kv.memory.pages
+        for prompt in [request.prompt for request in requests if request.prompt.copies]:
+            pages[prompt.copies] = pages[prompt.pages[-1]]
+
     def _commit(self, chunk: Chunk) -> None:
         """A chunk is computed: its full pages are final."""
         request = self._requests[chunk.prompt.key]
         self.scheduler.advance(chunk)
         request.store(self._kv.pool)
         if not chunk.is_last:
-            self._announce(request, chunk.prompt.num_computed // PAGE_SIZE)
+            self.handoffs.announce(request.choices, request.new_pages(chunk.prompt.num_computed // PAGE_SIZE))
 
-    def _announce(self, request: Request, num_pages: int) -> None:
-        pages = request.new_pages(num_pages)
-        if pages and request.run.reader is not None:
-            self._kv.leases.announce(request.run.key, pages)
-
-    def _finish(self, request: Request, token: FirstToken | None) -> None:
-        """COMPUTING -> LEASED, or -> FREE when nobody reads on."""
-        if token is None:
+    def _finish(self, request: Request, tokens: Sequence[FirstToken] | None) -> None:
+        """COMPUTING -> LEASED, or -> FREE where nobody reads on."""
+        if tokens is None:
             self._fail(request, common_pb2.INTERNAL, "the model gave NaN logits for this prompt")
             return
-        key, reader = request.run.key, request.run.reader
         with self._kv.lock:
-            if reader is not None and self._kv.leases.state(key) is None:
-                return  # it ended during the forward: the hand-off thread's report, still on its way, fails the request
-            done = self._done(request, token)
-            self._channel.send(done)  # before all that follows: the client waits for this token
-            request.store(self._kv.pool, token.token_id)
-            if done.leased:
-                state = handoff_state(
-                    request.run, token, num_cached_tokens=done.num_cached_tokens, queue_us=done.queue_us, compute_us=done.compute_us
-                )
-                self._kv.leases.announce(key, request.new_pages(len(request.prompt.pages)), state)
-                self._leased.add(key)
-            elif reader is not None:
-                self._kv.leases.finish(key)
-            self.scheduler.remove(key)
-        del self._requests[key]
-
-    def _done(self, request: Request, token: FirstToken) -> RunDone:
-        goes_on = token.finish_reason == common_pb2.FINISH_UNSPECIFIED
-        return RunDone(
-            key=request.run.key, token_id=token.token_id, logprob=token.logprob, top_ids=token.top_ids, top_logprobs=token.top_logprobs,
-            finish_reason=token.finish_reason, leased=goes_on and request.run.reader is not None,
-            num_cached_tokens=request.prompt.num_cached, queue_us=request.queue_us, compute_us=request.compute_us,
-        )
+            if self.handoffs.are_over(request.choices):
+                return  # they ended during the forward: the hand-off thread's report, still on its way, fails the request
+            done = run_done(request, tokens, self.handoffs.knows)
+            self._channel.send(done)  # before all that follows: the client waits for these tokens
+            for page, token in zip(request.last_pages, tokens, strict=False):  # without readers there are no copies
+                request.store_last(self._kv.pool, page, token.token_id)
+            if request.choices:
+                self._leased |= self.handoffs.hand_over(request, done, tokens)
+            self.scheduler.remove(request.run.key)
+        self._requests.remove(request)
 
     def _check(self) -> None:
         """Prove the pool's invariants when there is time for it; EngineError ends the process."""

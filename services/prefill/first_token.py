@@ -1,14 +1,15 @@
-"""The first token of each prompt that ended in a step, and whether it is the last one too."""
-from collections.abc import Sequence
+"""The first tokens of each prompt that ended in a step, one a choice, and whether they are the last ones too."""
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 
 from proto.baton.v1 import common_pb2
-from services.kv.messages import HandoffState, PenaltyCounts
+from services.kv.messages import HandoffState, PenaltyCounts, RequestKey
 from services.model.penalties import PenaltyState
-from services.model.sampling import RowState, sample
-from services.prefill.messages import Run
+from services.model.sampling import RowState, Sampled, sample
+from services.prefill.messages import ChoiceDone, Run, RunDone
+from services.prefill.request import Request
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,30 +30,35 @@ class FirstTokenSampler:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
 
-    def sample(self, logits: torch.Tensor, runs: Sequence[Run]) -> list[FirstToken | None]:
-        """One token a row of logits [len(runs), vocab] fp32; None for a row that holds a NaN, which no sampler can use."""
+    def sample(self, logits: torch.Tensor, runs: Sequence[Run]) -> list[list[FirstToken] | None]:
+        """`run.n` tokens a row of logits [len(runs), vocab] fp32; None for a row that holds a NaN, which no sampler can use."""
         if not runs:
             return []
         penalties = [_penalties(run) for run in runs]
-        sampled = sample(logits, [self._row(run, state) for run, state in zip(runs, penalties, strict=True)])
+        rows = [self._row(run, key.choice, state) for run, state in zip(runs, penalties, strict=True) for key in run.keys]
+        sampled = sample(logits.repeat_interleave(torch.tensor([run.n for run in runs]), 0), rows)
         broken = logits.isnan().any(-1).tolist()
-        token_ids = sampled.token_ids.tolist()
-        logprobs = sampled.logprobs.tolist() if sampled.logprobs is not None else []
-        top_ids = sampled.top_ids.tolist() if sampled.top_ids is not None else []
-        top_logprobs = sampled.top_logprobs.tolist() if sampled.top_logprobs is not None else []
-        tokens: list[FirstToken | None] = []
-        for i, run in enumerate(runs):
-            k = max(run.params.logprobs, 0) if top_ids else 0
-            token = FirstToken(
-                token_id=token_ids[i],
-                logprob=logprobs[i] if run.params.logprobs >= 0 else None,
-                top_ids=tuple(top_ids[i][:k]) if k else (),
-                top_logprobs=tuple(top_logprobs[i][:k]) if k else (),
-                finish_reason=self.finish_reason(run, token_ids[i]),
-                penalties=_counts(penalties[i], token_ids[i]),
-            )
-            tokens.append(None if broken[i] else token)
+        tokens: list[list[FirstToken] | None] = []
+        begin = 0
+        for run, state, is_broken in zip(runs, penalties, broken, strict=True):
+            counts = PenaltyCounts() if state is None else _counts(state)
+            tokens.append(None if is_broken else self._first_tokens(run, sampled, begin, counts))
+            begin += run.n
         return tokens
+
+    def _first_tokens(self, run: Run, sampled: Sampled, begin: int, counts: PenaltyCounts) -> list[FirstToken]:
+        """The run's rows of `sampled`, from row `begin` on; `counts` are those before its first token."""
+        k, rows = max(run.params.logprobs, 0), slice(begin, begin + run.n)
+        logprobs = [None] * run.n if sampled.logprobs is None or run.params.logprobs < 0 else sampled.logprobs[rows].tolist()
+        top_ids = [()] * run.n if sampled.top_ids is None else sampled.top_ids[rows, :k].tolist()
+        top_logprobs = [()] * run.n if sampled.top_logprobs is None else sampled.top_logprobs[rows, :k].tolist()
+        return [
+            FirstToken(
+                token_id=token_id, logprob=logprobs[i], top_ids=tuple(top_ids[i]), top_logprobs=tuple(top_logprobs[i]),
+                finish_reason=self.finish_reason(run, token_id), penalties=_with(counts, token_id) if run.params.has_penalties else counts,
+            )
+            for i, token_id in enumerate(sampled.token_ids[rows].tolist())
+        ]
 
     def finish_reason(self, run: Run, token_id: int) -> int:
         """Why nothing may follow this token; FINISH_UNSPECIFIED when something may."""
@@ -62,10 +68,10 @@ class FirstTokenSampler:
             return common_pb2.LENGTH
         return common_pb2.FINISH_UNSPECIFIED
 
-    def _row(self, run: Run, penalties: PenaltyState | None) -> RowState:
+    def _row(self, run: Run, choice: int, penalties: PenaltyState | None) -> RowState:
         return RowState(
             params=run.params, position=len(run.token_ids), num_output_tokens=run.num_output_tokens, eos_token_ids=self._eos_token_ids,
-            choice=run.key.choice, penalties=penalties,
+            choice=choice, penalties=penalties,
         )
 
 
@@ -78,6 +84,22 @@ def handoff_state(run: Run, token: FirstToken, *, num_cached_tokens: int, queue_
     )
 
 
+def run_done(request: Request, tokens: Sequence[FirstToken], has_lease: Callable[[RequestKey], bool]) -> RunDone:
+    """The engine's answer to a Run whose first tokens are chosen."""
+    keys = [choice.key for choice in request.choices] or request.run.keys
+    choices = [
+        ChoiceDone(
+            key=key, token_id=token.token_id, logprob=token.logprob, top_ids=token.top_ids, top_logprobs=token.top_logprobs,
+            finish_reason=token.finish_reason, leased=token.finish_reason == common_pb2.FINISH_UNSPECIFIED and has_lease(key),
+        )
+        for key, token in zip(keys, tokens, strict=True)
+    ]
+    return RunDone(
+        key=request.run.key, choices=tuple(choices), num_cached_tokens=request.prompt.num_cached, queue_us=request.queue_us,
+        compute_us=request.compute_us,
+    )
+
+
 def _penalties(run: Run) -> PenaltyState | None:
     """Counts before the first token: of the tokens given, the last `num_output_tokens` are output."""
     if not run.params.has_penalties:
@@ -86,9 +108,12 @@ def _penalties(run: Run) -> PenaltyState | None:
     return PenaltyState(run.token_ids[:num_prompt], run.token_ids[num_prompt:])
 
 
-def _counts(penalties: PenaltyState | None, token_id: int) -> PenaltyCounts:
-    if penalties is None:
-        return PenaltyCounts()
-    penalties.add(token_id)
+def _counts(penalties: PenaltyState) -> PenaltyCounts:
     prompt_ids, output_ids, output_counts = penalties.export()
     return PenaltyCounts(tuple(prompt_ids), dict(zip(output_ids, output_counts, strict=True)))
+
+
+def _with(counts: PenaltyCounts, token_id: int) -> PenaltyCounts:
+    """The same with one output token more."""
+    outputs = counts.output_counts
+    return PenaltyCounts(counts.prompt_ids, outputs | {token_id: outputs.get(token_id, 0) + 1})

@@ -5,8 +5,9 @@
     scheduler.advance(chunk)          after the forward
     scheduler.remove(key)             finished, failed or cancelled, wherever it stands: its own hold on pages ends
 
-First come, first served: only the head of the queue is admitted, when *all* pages that its prompt lacks can be had at once, its hits in the
-prefix cache pinned; and no sooner than a step has tokens for it, so that a burst of one prefix finds what its first member cached.
+First come, first served: only the head of the queue is admitted, when *all* pages that its prompt lacks (and the copies that its choices
+need) can be had at once, its hits in the prefix cache pinned; and no sooner than a step has tokens for it, so that a burst of one prefix
+finds what its first member cached.
 A prompt that does not end in the step leaves half of the tokens that it finds to those behind it, and gets back what they leave: a short
 prompt behind a long one shares its steps. Guarded by the kv lock, like the pages.
 """
@@ -41,7 +42,9 @@ class Prompt:
     key: RequestKey
     num_tokens: int
     digests: Sequence[bytes]
+    num_copies: int = 0  # pages besides its own: a copy of the last page for each choice but the first
     pages: list[int] = field(default_factory=list[int])  # from admission on: one a PAGE_SIZE tokens, the last may be partial
+    copies: list[int] = field(default_factory=list[int])  # from admission on, [num_copies]
     num_cached: int = 0  # tokens found in the prefix cache at admission; before it, a guess
     num_computed: int = 0  # tokens whose KV is in `pages`, cached ones included
 
@@ -49,6 +52,11 @@ class Prompt:
     def holder(self) -> Holder:
         """Who holds its pages while it is computed."""
         return Holder(HolderKind.REQUEST, self.key)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it needs, cached ones included."""
+        return -(-self.num_tokens // PAGE_SIZE) + self.num_copies
 
     @property
     def num_left(self) -> int:
@@ -111,12 +119,12 @@ class Scheduler:
 
     def add(self, prompt: Prompt) -> None:
         """Queue a prompt; refusals are HandoffErrors with a typed reason."""
-        num_pages = _num_pages(prompt.num_tokens)
-        if num_pages > self._pages.num_pages:
+        if prompt.num_pages > self._pages.num_pages:
+            copies = f" and {prompt.num_copies} copies of the last" if prompt.num_copies else ""
             raise HandoffError(
                 common_pb2.TOO_LARGE,
-                f"the prompt's {prompt.num_tokens} tokens need {num_pages} pages but this rank has {self._pages.num_pages}; "
-                "raise prefill.num_pages",
+                f"the prompt's {prompt.num_tokens} tokens need {prompt.num_pages - prompt.num_copies} pages{copies} but this rank has "
+                f"{self._pages.num_pages}; raise prefill.num_pages",
             )
         if len(self._queued) >= self._max_queued:
             raise HandoffError(
@@ -179,15 +187,13 @@ class Scheduler:
     def _admit(self, prompt: Prompt) -> bool:
         """Pin the prompt's cached prefix and take all other pages, or leave everything as it was."""
         cached = self._pages.match(prompt.digests, prompt.holder)
-        num_lacking = _num_pages(prompt.num_tokens) - len(cached)
+        num_lacking = prompt.num_pages - len(cached)
         if num_lacking > self._pages.num_available:
             self._pages.release(prompt.holder)
             return False
-        prompt.pages = cached + self._pages.take(num_lacking, prompt.holder)
+        taken = self._pages.take(num_lacking, prompt.holder)
+        num_own = num_lacking - prompt.num_copies
+        prompt.pages, prompt.copies = cached + taken[:num_own], taken[num_own:]
         prompt.num_cached = prompt.num_computed = PAGE_SIZE * len(cached)
         self._computing[prompt.key] = prompt
         return True
-
-
-def _num_pages(num_tokens: int) -> int:
-    return -(-num_tokens // PAGE_SIZE)

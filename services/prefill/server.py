@@ -1,6 +1,6 @@
-"""The prefill front's gRPC service: each Run becomes a command to the engine it names and is answered with the engine's event.
+"""The prefill front's gRPC service: each call becomes a command to the engine it names and is answered with the engine's event.
 
-How a request ends is said in `PrefillReply.outcome`; a gRPC status is for calls that no router of this version makes.
+How a request ends is said in the reply's `outcome`; a gRPC status is for calls that no router of this version makes.
 Cancelling the call (or its deadline passing) cancels the request; after the reply only the reader releases its pages.
 """
 import asyncio
@@ -15,10 +15,11 @@ import grpc.aio
 from proto.baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.kv.messages import RequestKey
 from services.prefill import messages
-from services.prefill.messages import Cancel, Event, LeaseOver, RequestEvent, RunDone, RunFailed
-from services.prefill.wire import check_form, refused, to_reply, to_run
+from services.prefill.messages import Cancel, Event, LeaseOver, RedirectDone, RequestEvent, RunDone, RunFailed
+from services.prefill.wire import check_form, check_redirect_form, outcome, refused, to_redirect, to_reply, to_run
 from services.runtime.errors import EngineError, HandoffError, InvalidRequest
 from services.runtime.front import run_front
+from services.runtime.ipc import Up
 from services.runtime.serve import Server, abort
 from services.runtime.supervisor import RankProcess
 
@@ -27,14 +28,23 @@ SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillReply]
+RedirectContext = grpc.aio.ServicerContext[prefill_pb2.RedirectRequest, prefill_pb2.RedirectReply]
 
 
 @dataclass(frozen=True, eq=False)
 class _Running:
-    """A call that its engine has not answered yet."""
+    """A Run that its engine has not answered yet. By its rank, not its instance id: a renewed agent changes that and keeps the process."""
 
-    instance_id: str
+    rank: RankProcess
     outcome: "asyncio.Future[prefill_pb2.PrefillReply]"
+
+
+@dataclass(frozen=True, eq=False)
+class _Redirecting:
+    """The same of a Redirect."""
+
+    rank: RankProcess
+    outcome: "asyncio.Future[prefill_pb2.RequestOutcome]"
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -43,7 +53,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def __init__(self) -> None:
         self._ranks: Sequence[RankProcess] = ()
         self._running: dict[RequestKey, _Running] = {}  # until the engine's event, even when the caller has left
-        self._leased: dict[RequestKey, str] = {}  # key -> instance id, until LeaseOver
+        self._redirecting: dict[RequestKey, _Redirecting] = {}  # the same
+        self._leased: dict[RequestKey, RankProcess] = {}  # one a choice, until LeaseOver
         self._draining = False
 
     # ---- PoolService
@@ -60,22 +71,42 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """See PoolService."""
         if isinstance(event, LeaseOver):
             self._leased.pop(event.key, None)
-            return
+        elif isinstance(event, RedirectDone):
+            self._redirected(event)
+        else:
+            self._ran(event)
+
+    def _ran(self, event: RunDone | RunFailed) -> None:
         running = self._running.pop(event.key, None)
         if running is None:
             return  # its engine was replaced meanwhile
-        if isinstance(event, RunDone) and event.leased:
-            self._leased[event.key] = running.instance_id
+        leased = [choice.key for choice in event.choices if choice.leased] if isinstance(event, RunDone) else []
+        self._leased |= dict.fromkeys(leased, running.rank)
         if not running.outcome.done():
             running.outcome.set_result(_reply(event))
+            return
+        for key in leased:  # the caller has left, and nobody else knows of them
+            self._cancel(running.rank, key, common_pb2.CANCELLED, "the router left before the first token")
+
+    def _redirected(self, event: RedirectDone) -> None:
+        if event.former in self._leased:
+            self._leased[event.key] = self._leased.pop(event.former)
+        redirecting = self._redirecting.pop(event.key, None)
+        if redirecting is not None and not redirecting.outcome.done():
+            redirecting.outcome.set_result(outcome(event.reason, event.message))
 
     def on_down(self, rank: RankProcess, instance_id: str) -> None:
         """See PoolService."""
-        self._leased = {key: holder for key, holder in self._leased.items() if holder != instance_id}
-        for key in [key for key, running in self._running.items() if running.instance_id == instance_id]:
-            outcome = self._running.pop(key).outcome
-            if not outcome.done():
-                outcome.set_result(refused(common_pb2.ENGINE_DIED, f"prefill engine {instance_id} died with the request"))
+        died = f"prefill engine {instance_id} died with the request"
+        self._leased = {key: holder for key, holder in self._leased.items() if holder is not rank}
+        for key in [key for key, running in self._running.items() if running.rank is rank]:
+            running = self._running.pop(key)
+            if not running.outcome.done():
+                running.outcome.set_result(refused(common_pb2.ENGINE_DIED, died))
+        for key in [key for key, redirecting in self._redirecting.items() if redirecting.rank is rank]:
+            redirecting = self._redirecting.pop(key)
+            if not redirecting.outcome.done():
+                redirecting.outcome.set_result(outcome(common_pb2.ENGINE_DIED, died))
 
     def drain(self) -> None:
         """See PoolService."""
@@ -91,59 +122,80 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """Compute a prompt; see prefill.proto."""
         try:
             check_form(request)
-            rank, run = self._place(request)
+            if self._draining:
+                raise HandoffError(common_pb2.DRAINING, "this prefill front takes no new work")
+            rank, up = self._place(request.instance_id)
+            run = to_run(request, up)
             running = self._start(rank, run)
         except InvalidRequest as error:
             await abort(context, error)
             raise
         except HandoffError as error:
             return refused(error.reason, str(error))
-        return await self._outcome(rank, run, running, request.deadline_us)
+        return await self._outcome(run, running, request.deadline_us)
 
-    async def Redirect(self, request: prefill_pb2.RedirectRequest, context: Context) -> prefill_pb2.RedirectReply:
-        """Refused until leases can change their reader."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this version hands a lease to no other reader; replay the request instead")
-        raise AssertionError("abort() does not return")
+    async def Redirect(self, request: prefill_pb2.RedirectRequest, context: RedirectContext) -> prefill_pb2.RedirectReply:
+        """Let another rank pull a hand-off; see prefill.proto. A front that drains still does: it holds the pages until they are read."""
+        try:
+            check_redirect_form(request)
+            rank, up = self._place(request.instance_id)
+            command = to_redirect(request, up)
+            if command.key in self._redirecting:
+                message = f"attempt {command.key.attempt} of request {command.key.request_id} is being redirected already"
+                raise HandoffError(common_pb2.STALE_ATTEMPT, message)
+            self._send(rank, command)
+        except InvalidRequest as error:
+            await abort(context, error)
+            raise
+        except HandoffError as error:
+            return prefill_pb2.RedirectReply(outcome=outcome(error.reason, str(error)))
+        redirecting = self._redirecting[command.key] = _Redirecting(rank, asyncio.get_running_loop().create_future())
+        try:
+            return prefill_pb2.RedirectReply(outcome=await redirecting.outcome)
+        except asyncio.CancelledError:
+            self._cancel(rank, command.key, common_pb2.CANCELLED, "the router cancelled the redirect")
+            raise
 
-    def _place(self, request: prefill_pb2.PrefillRequest) -> tuple[RankProcess, messages.Run]:
-        """The rank meant and the command for it; HandoffError with the reason why not."""
-        if self._draining:
-            raise HandoffError(common_pb2.DRAINING, "this prefill front takes no new work")
+    def _place(self, instance_id: str) -> tuple[RankProcess, Up]:
+        """The rank meant; HandoffError when it is not here."""
         for rank in self._ranks:
-            if rank.up is not None and rank.up.instance_id == request.instance_id:
-                return rank, to_run(request, rank.up)
+            if rank.up is not None and rank.up.instance_id == instance_id:
+                return rank, rank.up
         ups = ", ".join(rank.up.instance_id for rank in self._ranks if rank.up is not None) or "none"
-        raise HandoffError(common_pb2.STALE_INSTANCE, f"instance {request.instance_id or '(empty)'} is not up here; up are: {ups}")
+        raise HandoffError(common_pb2.STALE_INSTANCE, f"instance {instance_id or '(empty)'} is not up here; up are: {ups}")
 
     def _start(self, rank: RankProcess, run: messages.Run) -> _Running:
-        if run.key in self._running or run.key in self._leased:
+        if run.key in self._running or not self._leased.keys().isdisjoint(run.keys):
             raise HandoffError(
                 common_pb2.STALE_ATTEMPT, f"attempt {run.key.attempt} of request {run.key.request_id} is here already; raise the attempt"
             )
-        assert rank.up is not None, "_place chose a rank that is up"
-        running = _Running(rank.up.instance_id, asyncio.get_running_loop().create_future())
-        try:
-            rank.send(run)
-        except EngineError as error:
-            raise HandoffError(common_pb2.ENGINE_DIED, str(error)) from None
-        self._running[run.key] = running
+        self._send(rank, run)
+        running = self._running[run.key] = _Running(rank, asyncio.get_running_loop().create_future())
         return running
 
-    async def _outcome(self, rank: RankProcess, run: messages.Run, running: _Running, deadline_us: int) -> prefill_pb2.PrefillReply:
+    async def _outcome(self, run: messages.Run, running: _Running, deadline_us: int) -> prefill_pb2.PrefillReply:
         try:
             async with asyncio.timeout(deadline_us / 1e6 if deadline_us else None):
                 return await running.outcome
         except TimeoutError:
             message = f"the deadline of {deadline_us} us passed before the first token"
-            self._cancel(rank, run.key, running, common_pb2.DEADLINE, message)
+            self._cancel(running.rank, run.key, common_pb2.DEADLINE, message)
             return refused(common_pb2.DEADLINE, message)
         except asyncio.CancelledError:
-            self._cancel(rank, run.key, running, common_pb2.CANCELLED, "the router cancelled the call")
+            self._cancel(running.rank, run.key, common_pb2.CANCELLED, "the router cancelled the call")
             raise
 
-    def _cancel(self, rank: RankProcess, key: RequestKey, running: _Running, reason: int, message: str) -> None:
-        """Tell the engine, unless it is gone or another incarnation has taken its place."""
-        if rank.up is not None and rank.up.instance_id == running.instance_id:
+    @staticmethod
+    def _send(rank: RankProcess, command: messages.Run | messages.Redirect) -> None:
+        try:
+            rank.send(command)
+        except EngineError as error:
+            raise HandoffError(common_pb2.ENGINE_DIED, str(error)) from None
+
+    @staticmethod
+    def _cancel(rank: RankProcess, key: RequestKey, reason: int, message: str) -> None:
+        """Tell the engine, unless it is gone; one that has come in its place knows no such key."""
+        if rank.up is not None:
             with contextlib.suppress(EngineError):  # it reads no more commands: its supervisor is about to end it
                 rank.send(Cancel(key, reason, message))
 

@@ -8,9 +8,12 @@ from typing import cast
 from proto.baton.v1 import common_pb2, prefill_pb2
 from services.kv.messages import PeerRank, RequestKey
 from services.model.params import SamplingParams, check_params, check_token_ids
-from services.prefill.messages import Run, RunDone, RunFailed
-from services.runtime.errors import HandoffError, InvalidRequest
+from services.prefill.messages import ChoiceDone, Redirect, Run, RunDone, RunFailed
+from services.runtime.errors import Amount, HandoffError, InvalidRequest
 from services.runtime.ipc import Up
+
+MAX_CHOICES = 128
+"""The most choices of one request: each costs a page, a lease and a row of logits."""
 
 
 def check_form(request: prefill_pb2.PrefillRequest) -> None:
@@ -24,26 +27,41 @@ def check_form(request: prefill_pb2.PrefillRequest) -> None:
 
 def to_run(request: prefill_pb2.PrefillRequest, up: Up) -> Run:
     """The engine's command. Raises HandoffError (INVALID, TOO_LARGE, FINGERPRINT_MISMATCH) for what this rank cannot serve."""
-    if request.readers and request.fingerprint != up.fingerprint:
-        raise HandoffError(
-            common_pb2.FINGERPRINT_MISMATCH,
-            f"the reader's fingerprint is {request.fingerprint or 'absent'} and this rank's is {up.fingerprint}; "
-            "pair only ranks of one model, revision and version",
-        )
+    if request.readers:
+        _check_fingerprint(request.fingerprint, up)
     prompt, params = request.prompt, to_params(request.sampling)
     try:
         _check_values(request, up)
         check_params(params, up.vocab_size)
     except InvalidRequest as error:
         raise HandoffError(common_pb2.INVALID, str(error)) from None
-    if -(-len(prompt.token_ids) // up.page_size) > up.num_pages:
-        size = f"the prompt's {len(prompt.token_ids)} tokens do not fit this rank's {up.num_pages} pages of {up.page_size} tokens"
-        raise HandoffError(common_pb2.TOO_LARGE, size)
-    return Run(
-        key=RequestKey(request.request_id, 0, request.attempt), token_ids=list(prompt.token_ids),
-        num_output_tokens=prompt.num_output_tokens, salt=prompt.salt, params=params,
-        reader=_reader(request.readers[0]) if request.readers else None,
+    run = Run(
+        key=RequestKey(request.request_id, request.first_choice, request.attempt), instance_id=up.instance_id, n=request.n,
+        token_ids=list(prompt.token_ids), num_output_tokens=prompt.num_output_tokens, salt=prompt.salt, params=params,
+        readers=[_reader(reader) for reader in request.readers],
     )
+    num_copies = max(len(run.readers) - 1, 0)
+    if -(-len(run.token_ids) // up.page_size) + num_copies > up.num_pages:
+        what = f"the prompt's {len(run.token_ids)} tokens" + (f" and {num_copies} copies of its last page" if num_copies else "")
+        raise HandoffError(common_pb2.TOO_LARGE, f"{what} do not fit this rank's {up.num_pages} pages of {up.page_size} tokens")
+    return run
+
+
+def check_redirect_form(request: prefill_pb2.RedirectRequest) -> None:
+    """Refuse a call that no router of this version makes (InvalidRequest, a gRPC status)."""
+    if not request.key.request_id:
+        raise InvalidRequest("key.request_id", request.key.request_id, "every call names its request")
+    if request.key.choice >= MAX_CHOICES:
+        raise InvalidRequest("key.choice", request.key.choice, f"must be below {MAX_CHOICES}")
+    if not request.reader.instance_id:
+        raise InvalidRequest("reader.instance_id", request.reader.instance_id, "every call names the rank that is to read")
+
+
+def to_redirect(request: prefill_pb2.RedirectRequest, up: Up) -> Redirect:
+    """The engine's command. Raises HandoffError (FINGERPRINT_MISMATCH) for a reader that may not have these pages."""
+    _check_fingerprint(request.fingerprint, up)
+    key = RequestKey(request.key.request_id, request.key.choice, request.key.attempt)
+    return Redirect(key=key, instance_id=up.instance_id, reader=_reader(request.reader))
 
 
 def to_params(sampling: common_pb2.Sampling) -> SamplingParams:
@@ -58,35 +76,51 @@ def to_params(sampling: common_pb2.Sampling) -> SamplingParams:
 
 def to_reply(event: RunDone | RunFailed) -> prefill_pb2.PrefillReply:
     """The reply that answers Run. Raises ValueError or TypeError for values that no field holds."""
-    return refused(event.reason, event.message) if isinstance(event, RunFailed) else _first_token(event)
+    if isinstance(event, RunFailed):
+        return refused(event.reason, event.message)
+    return prefill_pb2.PrefillReply(
+        outcome=prefill_pb2.RequestOutcome(ok=True), first_tokens=[_first_token(choice) for choice in event.choices],
+        num_cached_tokens=event.num_cached_tokens, queue_us=event.queue_us, compute_us=event.compute_us,
+    )
 
 
-def _first_token(done: RunDone) -> prefill_pb2.PrefillReply:
+def _first_token(done: ChoiceDone) -> prefill_pb2.FirstToken:
     token = common_pb2.Token(id=done.token_id, logprob=math.nan if done.logprob is None else done.logprob)
     if done.top_ids:
         token.top_logprobs.CopyFrom(common_pb2.TopLogprobs(token_ids=done.top_ids, logprobs=done.top_logprobs))
     finish_reason = cast(common_pb2.FinishReason, done.finish_reason)
-    first = prefill_pb2.FirstToken(choice=done.key.choice, token=token, finish_reason=finish_reason)
-    return prefill_pb2.PrefillReply(
-        outcome=prefill_pb2.RequestOutcome(ok=True), first_tokens=[first], num_cached_tokens=done.num_cached_tokens,
-        queue_us=done.queue_us, compute_us=done.compute_us,
-    )
+    return prefill_pb2.FirstToken(choice=done.key.choice, token=token, finish_reason=finish_reason)
 
 
 def refused(reason: int, message: str) -> prefill_pb2.PrefillReply:
     """Reply of a request that has none; `reason` is a value of `baton.v1.Reason`."""
-    outcome = prefill_pb2.RequestOutcome(ok=False, reason=cast(common_pb2.Reason, reason), message=message)
-    return prefill_pb2.PrefillReply(outcome=outcome)
+    return prefill_pb2.PrefillReply(outcome=outcome(reason, message))
+
+
+def outcome(reason: int, message: str) -> prefill_pb2.RequestOutcome:
+    """How a call ended: well when `reason`, a value of `baton.v1.Reason`, is 0."""
+    return prefill_pb2.RequestOutcome(ok=not reason, reason=cast(common_pb2.Reason, reason), message=message)
+
+
+def _check_fingerprint(fingerprint: str, up: Up) -> None:
+    if fingerprint != up.fingerprint:
+        raise HandoffError(
+            common_pb2.FINGERPRINT_MISMATCH,
+            f"the reader's fingerprint is {fingerprint or 'absent'} and this rank's is {up.fingerprint}; "
+            "pair only ranks of one model, revision and version",
+        )
 
 
 def _check_values(request: prefill_pb2.PrefillRequest, up: Up) -> None:
     """Raises InvalidRequest."""
     ids, sampling = request.prompt.token_ids, request.sampling
     num_output = request.prompt.num_output_tokens
-    if request.n != 1:
-        raise InvalidRequest("n", request.n, "this rank samples 1 choice a request")
-    if len(request.readers) > 1:
-        raise InvalidRequest("readers", len(request.readers), "one choice at TP 1 has at most 1 reader")
+    if not 1 <= request.n <= MAX_CHOICES:
+        raise InvalidRequest("n", request.n, f"must be 1 to {MAX_CHOICES}")
+    if request.first_choice + request.n > MAX_CHOICES:
+        raise InvalidRequest("first_choice", request.first_choice, f"must be at most {MAX_CHOICES - request.n} with n {request.n}")
+    if len(request.readers) not in (0, request.n):
+        raise InvalidRequest("readers", Amount(len(request.readers), "ranks"), f"must have one a choice, {request.n}, or none")
     if sampling.grammar:
         raise InvalidRequest("sampling.grammar", f"{len(sampling.grammar)} bytes", "grammars are not supported")
     if not ids or len(ids) >= up.max_model_len:

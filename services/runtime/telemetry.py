@@ -8,12 +8,26 @@ from typing import Any
 
 from prometheus_client import Counter
 
+from proto.baton.v1 import common_pb2
+
 # Router: everything tried again or moved. `path`: Recovery.Path in lower case; `reason`: why the attempt before it ended.
 RECOVERIES = Counter("baton_recoveries_total", "Attempts after the first, by path and by why the one before ended", ["path", "reason"])
 # Every process: what was refused, thrown away or given up. `what`: a noun phrase; `reason`: a value of baton.v1.Reason, or "".
 INCIDENTS = Counter("baton_incidents_total", "Messages ignored, reads discarded, pages quarantined, agents renewed", ["what", "reason"])
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+def count_incident(what: str, reason: int = 0, number: int = 1) -> None:
+    """Add to INCIDENTS; `reason` is a value of `baton.v1.Reason`, 0 when none is told."""
+    INCIDENTS.labels(what, reason_name(reason)).inc(number)
+
+
+def reason_name(reason: int) -> str:
+    """The label of a `baton.v1.Reason`, "" for 0; that of a newer peer is a number to us."""
+    if not reason:
+        return ""
+    return common_pb2.Reason.Name(reason) if reason in common_pb2.Reason.values() else str(reason)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -214,6 +214,7 @@ def test_first_token_ends_the_request(pair):
 @pytest.mark.parametrize("admitted", [False, True])
 def test_b26_the_holder_hears_that_decode_refuses(pair, reason, claimed, admitted):
     key = pair.key()
+    pair.holder.leases.queue(key, [pair.reader.instance_id])
     if admitted:
         pair.announce(key, pair.compute(key, 3))
     if claimed:

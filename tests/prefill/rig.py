@@ -15,7 +15,7 @@ from services.model.params import SamplingParams
 from services.prefill.engine import PrefillEngine
 from services.prefill.first_token import FirstTokenSampler
 from services.prefill.forward import PrefillChunk
-from services.prefill.messages import Cancel, Command, Event, Run
+from services.prefill.messages import Cancel, Command, Event, Redirect, Run
 from services.runtime.config import PrefillSection
 from services.runtime.engine import StepClock
 from services.runtime.ipc import RankLoad
@@ -90,6 +90,7 @@ class Rig:
         self.kv = open_kv(self.fabric, self.clock, num_pages=num_pages)
         self.reader_kv = open_kv(self.fabric, self.clock, num_pages=num_pages)
         self.reader_kv.transport.add_peer(self.kv.transport.metadata())
+        self.more_readers: list[RankKv] = []
         self.fabric.on_notify = self._notify
         self.forward, self.channel = ScriptedForward(), FakeChannel()
         self.engine = PrefillEngine(
@@ -105,23 +106,40 @@ class Rig:
             self.sent.append(payload)
         return [payload]
 
+    def add_reader(self) -> RankKv:
+        """A further decode rank."""
+        kv = open_kv(self.fabric, self.clock, num_pages=self.kv.pool.num_pages)
+        kv.transport.add_peer(self.kv.transport.metadata())
+        self.more_readers.append(kv)
+        return kv
+
     def reader(self, kv: RankKv | None = None) -> PeerRank:
         kv = kv or self.reader_kv
-        return PeerRank(instance_id=kv.instance_id, address="decode:1", rank=0, peer=kv.transport.metadata())
+        rank = self.more_readers.index(kv) + 1 if kv in self.more_readers else 0
+        return PeerRank(instance_id=kv.instance_id, address="decode:1", rank=rank, peer=kv.transport.metadata())
 
     def run(
-        self, *, num_tokens: int, name: str = "r", read: bool = True, first: int = 2, num_output: int = 0, **params: object
+        self, *, num_tokens: int, name: str = "r", read: bool = True, first: int = 2, num_output: int = 0,
+        n: int = 1, first_choice: int = 0, attempt: int = 0, readers: Sequence[RankKv] = (), **params: object,
     ) -> RequestKey:
-        """Send a Run of `num_tokens` ids that differ by `first`; what params say goes over greedy defaults."""
+        """Send a Run of `num_tokens` ids that differ by `first`; what params say goes over greedy defaults.
+
+        Choices are read by `readers`, by the rig's reader when there are none, by nobody when `read` is false.
+        """
         sampling: dict[str, object] = {"max_tokens": 8, "seed": 7, "temperature": 0.0}
-        key = RequestKey(name, 0, 0)
+        key = RequestKey(name, first_choice, attempt)
         self.channel.commands.append(
             Run(
-                key=key, token_ids=[(first + i) % VOCAB for i in range(num_tokens)], num_output_tokens=num_output, salt=b"",
-                params=SamplingParams(**(sampling | params)), reader=self.reader() if read else None,  # pyright: ignore[reportArgumentType]
+                key=key, instance_id=self.kv.instance_id, n=n, token_ids=[(first + i) % VOCAB for i in range(num_tokens)],
+                num_output_tokens=num_output, salt=b"", params=SamplingParams(**(sampling | params)),  # pyright: ignore[reportArgumentType]
+                readers=[self.reader(kv) for kv in readers or [self.reader_kv] * n] if read else [],
             )
         )
         return key
+
+    def redirect(self, key: RequestKey, reader: RankKv) -> None:
+        """Send a Redirect; `key` has the new attempt."""
+        self.channel.commands.append(Redirect(key=key, instance_id=self.kv.instance_id, reader=self.reader(reader)))
 
     def cancel(self, key: RequestKey) -> None:
         """Send a Cancel."""
@@ -142,20 +160,21 @@ class Rig:
     def announcements(self) -> list[Announce]:
         return [message for message in map(decode, self.sent) if isinstance(message, Announce)]
 
-    def claim(self, key: RequestKey, num_tokens: int) -> list[int]:
-        """The reader claims and takes pages for a hand-off, as a decode rank does; its pages in the request's order."""
-        with self.reader_kv.lock:
-            pages = self.reader_kv.pool.take(-(-num_tokens // PAGE_SIZE), Holder(HolderKind.REQUEST, key))
-            self.reader_kv.pulls.claim(key, self.kv.instance_id)
-            self.reader_kv.pulls.begin(key, dict(enumerate(pages)))
+    def claim(self, key: RequestKey, num_tokens: int, kv: RankKv | None = None) -> list[int]:
+        """A reader claims and takes pages for a hand-off, as a decode rank does; its pages in the request's order."""
+        kv = kv or self.reader_kv
+        with kv.lock:
+            pages = kv.pool.take(-(-num_tokens // PAGE_SIZE), Holder(HolderKind.REQUEST, key))
+            kv.pulls.claim(key, self.kv.instance_id)
+            kv.pulls.begin(key, dict(enumerate(pages)))
         return pages
 
-    def pull(self) -> PullEnded:
+    def pull(self, kv: RankKv | None = None) -> PullEnded:
         """Run both sides until the reader's only claim ends; time moves, so that it renews and hears what it missed."""
         for _ in range(20):
             self.now += 3.0
             self.turn()
-            for ended in self.reader_kv.exchange.tick():
+            for ended in (kv or self.reader_kv).exchange.tick():
                 assert isinstance(ended, PullEnded)
                 return ended
         raise AssertionError("the pull did not end within 20 turns")

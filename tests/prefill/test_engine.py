@@ -10,7 +10,7 @@ from services.kv.layout import PAGE_SIZE
 from services.kv.messages import PenaltyCounts
 from services.kv.pages import Holder, HolderKind
 from services.kv.pull import PullState
-from services.prefill.messages import LeaseOver, RunDone
+from services.prefill.messages import ChoiceDone, LeaseOver, RunDone
 from tests.prefill.rig import EOS, VOCAB, Rig, ScriptedForward, next_token
 
 
@@ -23,6 +23,11 @@ def rig() -> Iterator[Rig]:
     made.engine.close()
 
 
+def only(done: RunDone) -> ChoiceDone:
+    [choice] = done.choices
+    return choice
+
+
 def wanted(num_tokens: int) -> int:
     """The scripted forward's token for the rig's prompts."""
     return next_token((2 + num_tokens - 1) % VOCAB, num_tokens)
@@ -33,8 +38,8 @@ def test_without_a_reader_a_prompt_gives_a_token_and_no_lease(rig: Rig, num_toke
     key = rig.run(num_tokens=num_tokens, read=False, max_tokens=1)
     rig.turn(4)
     [done] = rig.events()
-    assert isinstance(done, RunDone) and done.key == key and done.token_id == wanted(num_tokens)
-    assert done.finish_reason == common_pb2.LENGTH and not done.leased and done.logprob is None
+    assert isinstance(done, RunDone) and done.key == key and only(done).token_id == wanted(num_tokens)
+    assert only(done).finish_reason == common_pb2.LENGTH and not only(done).leased and only(done).logprob is None
     assert rig.sent == [] and sum(len(chunk.token_ids) for batch in rig.forward.batches for chunk in batch) == num_tokens
 
 
@@ -44,7 +49,7 @@ def test_pages_are_announced_as_they_become_final(rig: Rig):
     assert [[page.index for page in each.pages] for each in rig.announcements()] == [[0, 1]]
     rig.turn(2)
     [done] = rig.events()
-    assert isinstance(done, RunDone) and done.leased and done.finish_reason == common_pb2.FINISH_UNSPECIFIED
+    assert isinstance(done, RunDone) and only(done).leased and only(done).finish_reason == common_pb2.FINISH_UNSPECIFIED
     announced = rig.announcements()
     assert [each.sequence for each in announced] == [0, 1, 2] and {each.key for each in announced} == {key}
     assert [[page.index for page in each.pages] for each in announced] == [[0, 1], [2, 3], [4]]
@@ -52,7 +57,7 @@ def test_pages_are_announced_as_they_become_final(rig: Rig):
         assert page.epoch == rig.kv.pool.pages.epoch(page.page) > 0
     assert [each.state is None for each in announced] == [True, True, False]
     state = announced[-1].state
-    assert state is not None and state.first_token == done.token_id == wanted(300)
+    assert state is not None and state.first_token == only(done).token_id == wanted(300)
     assert (state.num_prompt_tokens, state.num_output_tokens, state.num_cached_tokens) == (300, 1, 0)
     rig.cancel(key)
 
@@ -107,7 +112,7 @@ def test_a_page_that_the_prompt_fills_is_cached_under_the_first_token(rig: Rig):
     [done] = rig.events()
     assert isinstance(done, RunDone)
     ids = [(2 + i) % VOCAB for i in range(128)]
-    assert all(digest in rig.kv.pool.cache for digest in page_digests([*ids, done.token_id])) and len(rig.kv.pool.cache) == 2
+    assert all(digest in rig.kv.pool.cache for digest in page_digests([*ids, only(done).token_id])) and len(rig.kv.pool.cache) == 2
 
 
 def test_a_first_token_that_ends_the_request_leases_nothing(rig: Rig):
@@ -115,7 +120,8 @@ def test_a_first_token_that_ends_the_request_leases_nothing(rig: Rig):
     key = rig.run(num_tokens=100)
     rig.turn()
     [done] = rig.events()
-    assert isinstance(done, RunDone) and done.token_id == EOS and done.finish_reason == common_pb2.STOP and not done.leased
+    assert isinstance(done, RunDone) and only(done).token_id == EOS
+    assert only(done).finish_reason == common_pb2.STOP and not only(done).leased
     rig.claim(key, 100)
     ended = rig.pull()
     assert ended.state is PullState.ABORTED and ended.reason == 0  # finished: nothing to pull
@@ -135,7 +141,7 @@ def test_ends_follow_the_requests_own_rules(rig: Rig, params: dict[str, object],
     rig.run(num_tokens=10, read=False, **params)
     rig.turn()
     [done] = rig.events()
-    assert isinstance(done, RunDone) and (done.token_id, done.finish_reason) == (token, reason)
+    assert isinstance(done, RunDone) and (only(done).token_id, only(done).finish_reason) == (token, reason)
 
 
 def test_a_replay_goes_on_where_the_request_was(rig: Rig):
@@ -145,8 +151,8 @@ def test_a_replay_goes_on_where_the_request_was(rig: Rig):
     key = rig.run(num_tokens=10, num_output=3, max_tokens=5, repetition_penalty=2.0, logprobs=2)
     rig.turn()
     [done] = rig.events()
-    assert isinstance(done, RunDone) and done.token_id == 20 and done.finish_reason == common_pb2.FINISH_UNSPECIFIED
-    assert done.top_ids == (8, 20) and done.logprob == pytest.approx(done.top_logprobs[1])  # of the raw logits
+    assert isinstance(done, RunDone) and only(done).token_id == 20 and only(done).finish_reason == common_pb2.FINISH_UNSPECIFIED
+    assert only(done).top_ids == (8, 20) and only(done).logprob == pytest.approx(only(done).top_logprobs[1])  # of the raw logits
     state = rig.announcements()[-1].state
     assert state is not None and state.num_output_tokens == 4
     assert state.penalties == PenaltyCounts(tuple(range(2, 9)), {9: 1, 10: 1, 11: 1, 20: 1})
@@ -156,7 +162,7 @@ def test_a_replay_goes_on_where_the_request_was(rig: Rig):
     rig.run(num_tokens=10, name="last", num_output=4, max_tokens=5, read=False)
     rig.turn()
     [done] = rig.events()
-    assert isinstance(done, RunDone) and done.finish_reason == common_pb2.LENGTH
+    assert isinstance(done, RunDone) and only(done).finish_reason == common_pb2.LENGTH
 
 
 def test_prompts_share_a_step(rig: Rig):

@@ -195,7 +195,7 @@ def test_a_reader_of_another_model_is_refused_naming_both(rig: Rig):
 
 def test_metadata_of_another_instance_is_refused(rig: Rig):
     real: Callable[[], PeerRank] = rig.reader
-    rig.reader = lambda: PeerRank(instance_id="0123", address="decode:1", rank=0, peer=real().peer)  # pyright: ignore[reportAttributeAccessIssue]
+    rig.reader = lambda kv: PeerRank(instance_id="0123", address="decode:1", rank=0, peer=real().peer)  # pyright: ignore[reportAttributeAccessIssue]
     rig.run(num_tokens=10)
     rig.turn()
     [failed] = rig.events()

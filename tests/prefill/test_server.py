@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from proto.baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.kv.messages import PeerRank, RequestKey
-from services.prefill.messages import Cancel, Command, LeaseOver, Run, RunDone, RunFailed
+from services.prefill.messages import Cancel, ChoiceDone, Command, LeaseOver, RedirectDone, Run, RunDone, RunFailed
 from services.prefill.server import PrefillService
 from services.runtime.ipc import Up
 
@@ -37,7 +37,7 @@ class Rig:
         self.rank = FakeRank(UP)
         self.service.attach([FakeRank(None), self.rank])  # pyright: ignore[reportArgumentType]
 
-    def emit(self, event: RunDone | RunFailed | LeaseOver) -> None:
+    def emit(self, event: RunDone | RunFailed | LeaseOver | RedirectDone) -> None:
         self.service.on_event(self.rank, event)  # pyright: ignore[reportArgumentType]
 
 
@@ -77,18 +77,25 @@ def request(**changes: object) -> prefill_pb2.PrefillRequest:
     return made
 
 
-def done(key: RequestKey, *, leased: bool = True, logprob: float | None = -0.5) -> RunDone:
-    return RunDone(
-        key=key, token_id=42, logprob=logprob, top_ids=(42, 3), top_logprobs=(-0.5, -1.5), finish_reason=common_pb2.FINISH_UNSPECIFIED,
-        leased=leased, num_cached_tokens=64, queue_us=7, compute_us=8,
-    )
+def done(key: RequestKey, *, n: int = 1, leased: bool = True, logprob: float | None = -0.5, **changes: object) -> RunDone:
+    """Choices of a Run, token ids 42, 43, ...; `changes` go into each choice."""
+    choices = [
+        ChoiceDone(
+            key=RequestKey(key.request_id, key.choice + i, key.attempt), token_id=42 + i, logprob=logprob, top_ids=(42, 3),
+            top_logprobs=(-0.5, -1.5), finish_reason=common_pb2.FINISH_UNSPECIFIED, leased=leased,
+        )
+        for i in range(n)
+    ]
+    changed = [msgspec.structs.replace(choice, **changes) for choice in choices]
+    return RunDone(key=key, choices=tuple(changed), num_cached_tokens=64, queue_us=7, compute_us=8)
 
 
 async def test_a_run_reaches_its_engine_whole_and_its_token_comes_back(rig: Rig):
     call = rig.stub.Run(request())
     run = await rig.rank.sent.get()
     assert isinstance(run, Run) and run.key == RequestKey("r", 0, 2) and run.token_ids == [5, 6, 7]
-    assert (run.num_output_tokens, run.salt, run.reader) == (1, b"s", PeerRank(instance_id="d0", address="h:1", rank=3, peer=b"blob"))
+    assert (run.num_output_tokens, run.salt, run.readers) == (1, b"s", [PeerRank(instance_id="d0", address="h:1", rank=3, peer=b"blob")])
+    assert (run.n, run.instance_id) == (1, "i0")
     assert (run.params.seed, run.params.max_tokens, run.params.stop_token_ids, run.params.logprobs) == (2**64 - 1, 10, (9,), 2)
     assert rig.service.num_active() == 1
     rig.emit(done(run.key))
@@ -104,7 +111,7 @@ async def test_a_run_reaches_its_engine_whole_and_its_token_comes_back(rig: Rig)
 async def test_an_unasked_logprob_is_nan(rig: Rig):
     call = rig.stub.Run(request(readers=[], fingerprint=""))
     run = await rig.rank.sent.get()
-    assert isinstance(run, Run) and run.reader is None
+    assert isinstance(run, Run) and run.readers == []
     rig.emit(done(run.key, leased=False, logprob=None))
     assert math.isnan((await call).first_tokens[0].token.logprob) and rig.service.num_active() == 0
 
@@ -114,7 +121,15 @@ async def test_an_unasked_logprob_is_nan(rig: Rig):
     [
         ({"instance_id": "old"}, common_pb2.STALE_INSTANCE, "old is not up here; up are: i0"),
         ({"fingerprint": "ee"}, common_pb2.FINGERPRINT_MISMATCH, "ee and this rank's is ff"),
-        ({"n": 2}, common_pb2.INVALID, "n is 2"),
+        ({"n": 0}, common_pb2.INVALID, "n is 0 but must be 1 to 128"),
+        ({"n": 129}, common_pb2.INVALID, "n is 129 but must be 1 to 128"),
+        ({"n": 2, "first_choice": 127}, common_pb2.INVALID, "first_choice is 127 but must be at most 126 with n 2"),
+        ({"first_choice": 2**32 - 1}, common_pb2.INVALID, "first_choice is 4294967295 but must be at most 127"),
+        ({"n": 2}, common_pb2.INVALID, "readers has 1 ranks but must have one a choice, 2, or none"),
+        (
+            {"n": 3, "prompt__token_ids": [1] * 192, "readers": [common_pb2.Rank()] * 3},
+            common_pb2.TOO_LARGE, "192 tokens and 2 copies of its last page do not fit this rank's 4",
+        ),
         ({"prompt__token_ids": []}, common_pb2.INVALID, "0 tokens"),
         ({"prompt__token_ids": [1] * 512}, common_pb2.INVALID, "must have 1 to 511"),
         ({"prompt__token_ids": [5, 100]}, common_pb2.INVALID, "prompt.token_ids[1] is 100 but token ids must be below vocab_size 100"),
@@ -122,7 +137,7 @@ async def test_an_unasked_logprob_is_nan(rig: Rig):
         ({"sampling__max_tokens": 1}, common_pb2.INVALID, "max_tokens (1)"),
         ({"sampling__grammar": b"g"}, common_pb2.INVALID, "grammar"),
         ({"prompt__token_ids": [1] * 257}, common_pb2.TOO_LARGE, "257 tokens do not fit this rank's 4 pages"),
-        ({"readers": [common_pb2.Rank(), common_pb2.Rank()]}, common_pb2.INVALID, "readers is 2"),
+        ({"readers": [common_pb2.Rank(), common_pb2.Rank()]}, common_pb2.INVALID, "readers has 2 ranks"),
         ({"sampling__stop_token_ids": [5, 4_000_000_000]}, common_pb2.INVALID, "stop_token_ids is 4000000000"),
         ({"sampling__temperature": math.nan}, common_pb2.INVALID, "temperature is nan"),
         ({"sampling__logprobs": 100_000}, common_pb2.INVALID, "logprobs is 100000"),
@@ -181,9 +196,13 @@ async def test_a_token_that_crosses_the_cancel_leaves_a_lease_to_be_ended(rig: R
     run = await rig.rank.sent.get()
     call.cancel()
     await rig.rank.sent.get()
-    rig.emit(done(run.key))
-    assert rig.service.num_active() == 1
-    rig.emit(LeaseOver(run.key, common_pb2.CANCELLED, ""))
+    rig.emit(done(run.key, n=2))
+    assert rig.service.num_active() == 2
+    keys = [run.key, RequestKey("r", 1, 2)]
+    cancels = [await rig.rank.sent.get() for _ in keys]
+    assert [(cancel.key, cancel.reason) for cancel in cancels] == [(key, common_pb2.CANCELLED) for key in keys]
+    for key in keys:
+        rig.emit(LeaseOver(key, common_pb2.CANCELLED, ""))
     assert rig.service.num_active() == 0
 
 
@@ -215,15 +234,9 @@ async def test_draining_refuses_new_work_and_keeps_the_old(rig: Rig):
     assert (await call).outcome.ok
 
 
-async def test_redirect_says_that_it_does_not_exist(rig: Rig):
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await rig.stub.Redirect(prefill_pb2.RedirectRequest())
-    assert error.value.code() == grpc.StatusCode.UNIMPLEMENTED
-
-
 @pytest.mark.parametrize("event", [
     lambda key: RunFailed(key, 999, "from a newer peer"),
-    lambda key: msgspec.structs.replace(done(key), finish_reason=77),
+    lambda key: done(key, finish_reason=77),
 ])
 async def test_an_enum_value_of_a_newer_release_is_passed_on(rig: Rig, event: Callable[[RequestKey], RunDone | RunFailed]):
     call = rig.stub.Run(request())
@@ -235,9 +248,9 @@ async def test_an_enum_value_of_a_newer_release_is_passed_on(rig: Rig, event: Ca
 
 @pytest.mark.parametrize("event", [
     lambda key: RunFailed(key, 2**40, "no enum holds this"),
-    lambda key: msgspec.structs.replace(done(key, leased=False), finish_reason=-(2**40)),
-    lambda key: msgspec.structs.replace(done(key, leased=False), token_id=-1),
-    lambda key: msgspec.structs.replace(done(key, leased=False), top_logprobs=("x",)),
+    lambda key: done(key, leased=False, finish_reason=-(2**40)),
+    lambda key: done(key, leased=False, token_id=-1),
+    lambda key: done(key, leased=False, top_logprobs=("x",)),
     lambda key: msgspec.structs.replace(done(key, leased=False), queue_us=-1),
 ])
 async def test_an_event_that_is_no_reply_fails_its_request_alone(rig: Rig, event: Callable[[RequestKey], RunDone | RunFailed]):
