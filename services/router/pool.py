@@ -18,6 +18,7 @@ from services.router.validate import Limits
 from services.runtime.config import ADDRESS_PATTERN
 from services.runtime.errors import InvalidRequest
 from services.runtime.serve import WIRE_VERSION, open_channel
+from services.runtime.telemetry import INCIDENTS
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class RankState:
         self.prefill = prefill_pb2_grpc.PrefillStub(channel) if rank.role == "prefill" else None
         self.session: Session | None = None  # decode only
         self.is_leaving = False
+        self.is_away = False  # its front's stream broke; it may dial again
         self.cool_down = CoolDown()
         self._load = registry_pb2.Load()
         self._num_own_tokens = 0  # in flight there from this router
@@ -58,7 +60,7 @@ class RankState:
     @property
     def is_usable(self) -> bool:
         """Whether new requests may be sent there."""
-        return not self.is_leaving and (self.session is None or self.session.is_open)
+        return not (self.is_leaving or self.is_away) and (self.session is None or self.session.is_usable)
 
     @property
     def model(self) -> tuple[str, Limits]:
@@ -100,6 +102,12 @@ class RankState:
     def num_own_requests(self) -> int:
         return self._num_own_requests
 
+    def renew(self, rank: common_pb2.Rank) -> None:
+        """The engine goes on under the new instance id of `rank`: what runs there stays."""
+        self.rank = rank
+        if self.session is not None:
+            self.session.renew(rank)
+
     async def close(self) -> None:
         """Tell everybody who waits for it: its session breaks, its calls are cancelled."""
         if self.session is not None:
@@ -121,6 +129,9 @@ class Pool:
     def join(self, member: registry_pb2.Member) -> None:
         """A front says who it is, or that its ranks changed. Raises InvalidRequest when it cannot be served."""
         _check(member)
+        for rank in member.ranks:
+            if rank.instance_id not in self._ranks and rank.former_instance_id in self._ranks:
+                self._renew(rank)
         listed = {rank.instance_id for rank in member.ranks}
         places = {(rank.role, rank.pool_address, rank.rank) for rank in member.ranks}
         for state in list(self._ranks.values()):
@@ -130,7 +141,22 @@ class Pool:
         for rank in member.ranks:
             if rank.instance_id not in self._ranks:
                 self._add(rank, member)
+            elif self._ranks[rank.instance_id].front_id == member.front_id:
+                self._ranks[rank.instance_id].is_away = False
         self.changed()
+
+    def _renew(self, rank: common_pb2.Rank) -> None:
+        """The rank keeps everything but its id; hand-offs under the old one are void."""
+        former_id = rank.former_instance_id
+        state = self._ranks.pop(former_id)
+        state.renew(rank)
+        self._ranks[rank.instance_id] = state
+        self.index.rename(former_id, rank.instance_id)
+        for other in self._ranks.values():
+            if other.session is not None:
+                other.session.fence(former_id)
+        INCIDENTS.labels("rank renewed", "FENCED").inc()
+        logger.warning("%s rank %s goes on as %s; it was %s", rank.role, state.name, rank.instance_id, former_id)
 
     def _add(self, rank: common_pb2.Rank, member: registry_pb2.Member) -> None:
         state = RankState(rank, member, open_channel(rank.pool_address))
@@ -143,7 +169,9 @@ class Pool:
 
     def report(self, load: registry_pb2.Load) -> None:
         state = self._ranks.get(load.instance_id)
-        if state is not None:
+        if state is None:
+            INCIDENTS.labels("load report ignored", "STALE_INSTANCE").inc()
+        else:
             state.report(load)
 
     def leaving(self, front_id: str) -> None:
@@ -153,8 +181,15 @@ class Pool:
                 state.is_leaving = True
         self.changed()
 
+    def away(self, front_id: str) -> None:
+        """The front's stream broke: nothing new goes to its ranks until it has dialled again; their sessions and calls tell what lives."""
+        for state in self._ranks.values():
+            if state.front_id == front_id:
+                state.is_away = True
+        self.changed()
+
     def lose(self, front_id: str) -> None:
-        """The front's stream is gone, and so are all its ranks."""
+        """The front is gone, and so are all its ranks."""
         for state in [state for state in self._ranks.values() if state.front_id == front_id]:
             self._drop(state)
         self.changed()

@@ -45,6 +45,11 @@ class PrefixIndex:
         """These pages were computed or received there: believed until evicted."""
         self._put(instance_id, digests, _KEPT)
 
+    def rename(self, former_id: str, instance_id: str) -> None:
+        """The rank goes on under a new id, with its cache."""
+        self._pages[instance_id] = self._pages.pop(former_id, OrderedDict())
+        self._max_pages[instance_id] = self._max_pages.pop(former_id)
+
     def drop(self, instance_id: str) -> None:
         """The instance is gone, and its cache with it."""
         self._pages.pop(instance_id, None)

@@ -1,59 +1,89 @@
-"""The router's one stream to a decode rank: it carries everything about all requests there, in both directions.
+"""The router's session with a decode rank: it carries everything about all requests there, in both directions, stream after stream.
 
-1 a rank joins: the session is dialled;  2 `opened`: the rank may be chosen;  3 submit and cancel go out in order, replies are given to the
-requests by handle;  4 the stream breaks: every request of it is told SESSION_LOST and a new session is dialled, until close().
+1 a rank joins: a stream is dialled;  2 `opened`: the rank may be chosen;  3 submit, cancel and move go out in order, replies are given to
+the requests by handle;  4 the stream breaks: nothing new goes there, requests wait while it is dialled again;  5 `opened` says resumed:
+both sides send again what the other has not taken, back to 3;  6 not resumed, `resume_s` over, nobody listens there any more, or the rank
+has left the pool: every request is told SESSION_LOST, and a new session is dialled, until close().
 """
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from proto.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
-from services.router.mailbox import Mailbox, RankFailed, StepSlice
-from services.runtime.serve import WIRE_VERSION, cancel
+from services.router.mailbox import Draining, Mailbox, RankFailed, StepSlice
+from services.runtime.errors import BatonError, Overloaded
+from services.runtime.resume import RESUME_S, ResumableStream
+from services.runtime.serve import ERROR_KEY, WIRE_VERSION, cancel, is_refused
+from services.runtime.telemetry import INCIDENTS
 
 logger = logging.getLogger(__name__)
 
 _REDIAL_S = 0.2
 _END: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] (missing from the stubs)
+# What gRPC says of a connection that broke; any other status is the front's own word.
+_BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
+_LAST = frozenset({"finished", "failed"})
+_TO_REQUEST = frozenset({"claimed", "ready", "granted", "caught_up", "paused", "resumed"}) | _LAST
 
 
-class _Broken(Exception):
-    """The peer does not keep to the protocol; the session starts anew."""
+class _Over(Exception):
+    """The session cannot go on: the peer does not keep to the protocol, or has ended it."""
+
+
+class _Entry:
+    """A request that the rank has: where its replies go, and the two incarnations that its hand-off hangs on."""
+
+    def __init__(self, mailbox: Mailbox, submit: decode_pb2.Submit, reader_id: str) -> None:
+        self.mailbox = mailbox
+        self.attempt = submit.key.attempt
+        self.holder_id = submit.holder.instance_id  # both "" once the hand-off is over
+        self.reader_id = reader_id
+        self.holder_role = submit.holder.role
 
 
 class Session:
     """Stays connected to one decode rank until closed. All methods belong to the event loop's thread."""
 
-    def __init__(self, channel: grpc.aio.Channel, router_id: str, rank: common_pb2.Rank, on_change: Callable[[], None]) -> None:
-        """`on_change` is called whenever `is_open` changes."""
+    def __init__(self, channel: grpc.aio.Channel, router_id: str, rank: common_pb2.Rank, on_change: Callable[[], None],
+                 resume_s: float = RESUME_S) -> None:
+        """`on_change` is called whenever `is_usable` changes."""
         self._stub = decode_pb2_grpc.DecodeStub(channel)
         self._router_id = router_id
         self._rank = rank
         self._on_change = on_change
-        self._requests: dict[int, tuple[Mailbox, int]] = {}  # handle -> where replies go, attempt
-        self._outbox: deque[decode_pb2.SessionRequest] = deque()
-        self._outbox_filled = asyncio.Event()
+        self._resume_s = resume_s
+        self._requests: dict[int, _Entry] = {}  # by handle
         self._next_handle = 1  # never reused, not even by the next session
-        self._next_sequence = 1
-        self._task = asyncio.create_task(self._stay_connected())
+        self._stream = ResumableStream(decode_pb2.SessionRequest)
+        self._is_begun = False  # the front has, or had, the other end
+        self._expiry: asyncio.TimerHandle | None = None  # while broken
+        self._call: Any = None
         self.is_open = False
+        self.is_draining = False
         self.num_ignored = 0  # replies to handles that are no more
+        self.num_resumed = 0
+        self._task = asyncio.create_task(self._stay_connected())
 
     @property
     def num_requests(self) -> int:
         return len(self._requests)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new requests may be submitted."""
+        return self.is_open and not self.is_draining
 
     def submit(self, submit: decode_pb2.Submit, mailbox: Mailbox) -> int:
         """Book `submit` (its handle is filled in here) and send what becomes of it to `mailbox`. Returns the handle."""
         handle = self._next_handle
         self._next_handle += 1
         submit.handle = handle
-        self._requests[handle] = (mailbox, submit.key.attempt)
+        self._requests[handle] = _Entry(mailbox, submit, self._rank.instance_id)
         if self.is_open:
             self._send(decode_pb2.SessionRequest(submit=submit))
         else:
@@ -62,75 +92,192 @@ class Session:
 
     def cancel(self, handle: int, reason: common_pb2.Reason) -> None:
         """Want nothing more of this request; without effect once it has ended."""
-        if self._requests.pop(handle, None) is not None and self.is_open:
+        if self._requests.pop(handle, None) is not None:
             self._send(decode_pb2.SessionRequest(cancel=decode_pb2.Cancel(handle=handle, reason=reason)))
+
+    def move(self, handle: int, step: decode_pb2.Move.Step, new_attempt: int, *, reader: common_pb2.Rank | None = None,
+             fingerprint: str = "") -> None:
+        """A step of the move of a request that runs there (decode.proto's Move); `reader` and its fingerprint with START.
+
+        Without effect once the request has ended. Answers go to its mailbox: `paused`, `failed` (REPLACED) or `resumed`.
+        """
+        if handle in self._requests:
+            self._send(decode_pb2.SessionRequest(move=decode_pb2.Move(
+                handle=handle, step=step, new_attempt=new_attempt, reader=reader, fingerprint=fingerprint,
+            )))
+
+    def renew(self, rank: common_pb2.Rank) -> None:
+        """The rank goes on under the new instance id of `rank`, and so does the session."""
+        self._rank = rank
+
+    def fence(self, former_id: str) -> None:
+        """The agent `former_id` is no more: hand-offs that hang on it, as holder or reader, are void."""
+        for entry in list(self._requests.values()):
+            if former_id in (entry.holder_id, entry.reader_id):
+                role = entry.holder_role if former_id == entry.holder_id else "decode"
+                entry.holder_id = entry.reader_id = ""
+                message = f"instance {former_id} has renewed its transfer agent; hand-offs under the old one are void"
+                entry.mailbox.put(RankFailed(entry.attempt, role, common_pb2.FENCED, message))
+                INCIDENTS.labels("hand-off void", "FENCED").inc()
 
     async def close(self) -> None:
         """The rank is gone: tell every request and stop."""
+        self._begin_anew("the rank left the pool")
         await cancel(self._task)
 
     def _send(self, request: decode_pb2.SessionRequest) -> None:
-        self._outbox.append(request)
-        self._outbox_filled.set()
+        """Queue `request`, also while the stream is broken: it goes out once the session is resumed."""
+        try:
+            self._stream.put(request)
+        except Overloaded as error:
+            self._begin_anew(str(error))
+
+    # ---- streams, one after another
 
     async def _stay_connected(self) -> None:
         while True:
-            message = "the rank left the pool"
             try:
-                message = await self._connect()
-            finally:
-                self._broke(message)
-            await asyncio.sleep(_REDIAL_S)
+                message, may_resume = await self._connect()
+            except _Over as error:
+                message, may_resume = str(error), False
+            was_open, self.is_open = self.is_open, False
+            self._broke(message, may_resume)
+            if was_open:
+                self._on_change()
+            else:
+                await asyncio.sleep(_REDIAL_S)
 
-    async def _connect(self) -> str:
-        """One session, until it breaks. Returns why."""
+    async def _connect(self) -> tuple[str, bool]:
+        """One stream, until it breaks. Returns why, and whether the session may be resumed. Raises _Over when it cannot."""
         call: Any = self._stub.Session()
+        self._call = call
         writer: asyncio.Task[None] | None = None
         try:
             await call.write(decode_pb2.SessionRequest(open=decode_pb2.SessionOpen(
                 router_id=self._router_id, instance_id=self._rank.instance_id, wire_version=WIRE_VERSION,
+                next_message=self._stream.next_expected if self._is_begun else 0,
             )))
-            self._next_sequence = 1
-            writer = asyncio.create_task(self._write(call))
-            while (reply := await call.read()) is not _END:
-                self._receive(reply)
-            return "the decode rank ended the session"
+            if (first := await call.read()) is not _END:
+                writer = asyncio.create_task(self._write(call, self._opened(first)))
+                while (reply := await call.read()) is not _END:
+                    self._receive(reply)
+            raise _Over("the decode rank ended the session")
         except grpc.aio.AioRpcError as error:
-            return error.details() or error.code().name
-        except (_Broken, asyncio.InvalidStateError) as error:
-            return str(error)
+            return await self._why(error)
+        except asyncio.InvalidStateError as error:
+            return str(error), True
+        except BatonError as error:  # numbers that cannot be
+            raise _Over(str(error)) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._call is not None or task is None or task.cancelling():
+                raise
+            raise _Over("the session began anew") from None
         finally:
             call.cancel()
             if writer is not None:
                 await cancel(writer)
 
-    async def _write(self, call: Any) -> None:
-        while True:
-            await self._outbox_filled.wait()
-            while self._outbox:
-                await call.write(self._outbox.popleft())
-            self._outbox_filled.clear()
+    async def _why(self, error: grpc.aio.AioRpcError) -> tuple[str, bool]:
+        message = error.details() or error.code().name
+        is_own = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
+        if is_own or error.code() not in _BROKEN or (not self.is_open and await is_refused(self._rank.pool_address)):
+            raise _Over(message)
+        return message, True
+
+    async def _write(self, call: Any, stream: int) -> None:
+        async for request in self._stream.outgoing(stream):
+            await call.write(request)
+
+    def _opened(self, reply: decode_pb2.SessionReply) -> int:
+        """The front's first word on a stream. Returns the stream's number; raises _Over."""
+        opened = reply.opened
+        if reply.WhichOneof("message") != "opened":
+            raise _Over("the first reply of a stream must be `opened`")
+        if opened.resumed and not (self._is_begun and self._stream.can_resume(opened.next_request)):
+            raise _Over(f"the session cannot be resumed at request {opened.next_request}")
+        if not opened.resumed:
+            self._lose_all("the decode rank has not kept the session")
+        self.num_resumed += opened.resumed
+        self._stop_expiry()
+        self._is_begun = self.is_open = True
+        stream = self._stream.begin(opened.next_request if opened.resumed else 1)
+        self._on_change()
+        return stream
+
+    def _broke(self, message: str, may_resume: bool) -> None:
+        level = logging.WARNING if self._requests else logging.INFO
+        logger.log(level, "stream to decode rank %s broke with %d requests: %s", self._rank.instance_id, len(self._requests), message)
+        if not may_resume:
+            self._lose_all(message)
+        elif self._is_begun and self._expiry is None:
+            self._expiry = asyncio.get_running_loop().call_later(
+                self._resume_s, self._begin_anew, f"not resumed within {self._resume_s:g} s: {message}"
+            )
+
+    def _begin_anew(self, message: str) -> None:
+        """Give up the session, whatever its stream does."""
+        self._lose_all(message)
+        self.is_open = False
+        self._on_change()
+        if self._call is not None:
+            call, self._call = self._call, None
+            call.cancel()
+
+    def _lose_all(self, message: str) -> None:
+        """Every request is lost; the next session starts from nothing."""
+        self._stop_expiry()
+        self._stream.end(is_flushed=False)
+        self._stream = ResumableStream(decode_pb2.SessionRequest)
+        self._is_begun = self.is_draining = False
+        for handle in list(self._requests):
+            self._lose(handle, message)
+
+    def _stop_expiry(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+    def _lose(self, handle: int, message: str) -> None:
+        entry = self._requests.pop(handle)
+        INCIDENTS.labels("request lost with its session", "SESSION_LOST").inc()
+        entry.mailbox.put(RankFailed(entry.attempt, "decode", common_pb2.SESSION_LOST, message))
+
+    # ---- replies
 
     def _receive(self, reply: decode_pb2.SessionReply) -> None:
-        if reply.sequence != self._next_sequence:
-            raise _Broken(f"session message {self._next_sequence} is missing: {reply.sequence} came")
-        self._next_sequence += 1
+        if not self._stream.take(reply.sequence, reply.ack):
+            return
         kind = reply.WhichOneof("message")
         if kind == "step":
             self._spread(reply.step)
-        elif kind == "opened":
-            self.is_open = True
-            self._on_change()
-        elif kind in ("claimed", "ready", "finished", "failed"):
-            self._deliver(getattr(reply, kind), is_last=kind in ("finished", "failed"))
-        # draining reaches the router through the registry as well; granted and paused belong to moves, which nobody starts yet
-
-    def _deliver(self, event: Any, is_last: bool) -> None:
-        entry = self._requests.pop(event.handle, None) if is_last else self._requests.get(event.handle)
-        if entry is None:
-            self.num_ignored += 1
+        elif kind == "draining":
+            self._drain(reply.draining.seconds_left)
+        elif kind in _TO_REQUEST:
+            self._deliver(getattr(reply, kind), kind)
         else:
-            entry[0].put(event)
+            raise _Over(f"a session's reply is {kind}")
+
+    def _drain(self, seconds_left: float) -> None:
+        if not self.is_draining:
+            self.is_draining = True
+            for entry in list(self._requests.values()):
+                entry.mailbox.put(Draining(entry.attempt, seconds_left))
+            self._on_change()
+
+    def _deliver(self, event: Any, kind: str) -> None:
+        entry = self._requests.pop(event.handle, None) if kind in _LAST else self._requests.get(event.handle)
+        if entry is None:
+            self._ignore(kind)
+            return
+        if kind == "ready":
+            entry.holder_id = entry.reader_id = ""
+        entry.mailbox.put(event)
+
+    def _ignore(self, kind: str) -> None:
+        """A reply has crossed the end of its request."""
+        self.num_ignored += 1
+        INCIDENTS.labels(f"{kind} of a request that is over", "").inc()
 
     def _spread(self, step: decode_pb2.StepTokens) -> None:
         """Give each request its columns. The columns become lists once for all of them."""
@@ -138,29 +285,15 @@ class Session:
         drafts = step.num_accepted_drafts or [0] * len(step.handles)
         columns = (step.attempts, step.first_index, step.num_tokens, drafts)
         if {len(column) for column in columns} != {len(step.handles)} or sum(step.num_tokens) != len(ids):
-            raise _Broken(f"a step's columns differ in length: {len(step.handles)} handles, {len(ids)} tokens")
+            raise _Over(f"a step's columns differ in length: {len(step.handles)} handles, {len(ids)} tokens")
         if any(column and len(column) != len(ids) for column in (logprobs, tops)):
-            raise _Broken(f"a step has {len(ids)} tokens but {len(logprobs)} logprobs and {len(tops)} top_logprobs")
+            raise _Over(f"a step has {len(ids)} tokens but {len(logprobs)} logprobs and {len(tops)} top_logprobs")
         start = 0
         for handle, attempt, first_index, num_tokens, num_drafts in zip(step.handles, *columns, strict=True):
             end = start + num_tokens
             entry = self._requests.get(handle)
             if entry is None:
-                self.num_ignored += 1
+                self._ignore("step")
             else:
-                entry[0].put(StepSlice(attempt, first_index, ids[start:end], logprobs[start:end], tops[start:end], num_drafts))
+                entry.mailbox.put(StepSlice(attempt, first_index, ids[start:end], logprobs[start:end], tops[start:end], num_drafts))
             start = end
-
-    def _broke(self, message: str) -> None:
-        was_open, self.is_open = self.is_open, False
-        self._outbox.clear()
-        level = logging.WARNING if self._requests else logging.INFO
-        logger.log(level, "session to decode rank %s ended with %d requests: %s", self._rank.instance_id, len(self._requests), message)
-        for handle in list(self._requests):
-            self._lose(handle, message)
-        if was_open:
-            self._on_change()
-
-    def _lose(self, handle: int, message: str) -> None:
-        mailbox, attempt = self._requests.pop(handle)
-        mailbox.put(RankFailed(attempt, "decode", common_pb2.SESSION_LOST, message))

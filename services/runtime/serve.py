@@ -35,7 +35,14 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
-CHANNEL_OPTIONS = [*_COMMON_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+CHANNEL_OPTIONS = [
+    *_COMMON_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),
+    # A peer that was away is dialled again at once and then every 0.2 s to 1 s: what was broken may be resumed for 3 s only.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # how long one try to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
 
 _STATUS: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -66,6 +73,20 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.Baton
 def open_channel(address: str) -> grpc.aio.Channel:
     """Channel with Baton's bounds and keepalive; connects lazily."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+async def is_refused(address: str) -> bool:
+    """Whether nobody listens at `address` (host:port) although its host answers: no process there will come back to what it had."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(1.0):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):  # not to be reached now: that may pass
+        return False
+    writer.close()
+    return False
 
 
 class Server:

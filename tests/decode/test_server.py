@@ -8,10 +8,28 @@ import grpc
 import pytest
 
 from proto.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
-from services.decode import session as session_module
-from services.decode.messages import Cancel, Claimed, Failed, Finished, FirstToken, Ready, SessionLost, StepOut, Submit, TransferTimes
+from services.decode.messages import (
+    Cancel,
+    CaughtUp,
+    Claimed,
+    Failed,
+    Finished,
+    FirstToken,
+    Granted,
+    MovePause,
+    MoveResume,
+    MoveStart,
+    Paused,
+    Ready,
+    Resumed,
+    SessionLost,
+    StepOut,
+    Submit,
+    TransferTimes,
+)
 from services.decode.server import SERVICE, DecodeService
 from services.kv.messages import PeerRank, RequestKey
+from services.runtime import resume
 from services.runtime.errors import EngineError
 from services.runtime.ipc import Up
 from services.runtime.serve import WIRE_VERSION, Server, open_channel
@@ -33,6 +51,21 @@ class FakeRank:
         self.commands.append(command)
 
 
+class Stream:
+    """A session's first stream, whose messages number themselves."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
+        self.call = call
+        self.read, self.cancel, self.done_writing = call.read, call.cancel, call.done_writing
+        self._sequence = 0
+
+    async def write(self, request: decode_pb2.SessionRequest) -> None:
+        self._sequence += 1
+        numbered = decode_pb2.SessionRequest(sequence=self._sequence)
+        numbered.MergeFrom(request)
+        await self.call.write(numbered)
+
+
 class Rig:
     def __init__(self, service: DecodeService, rank: FakeRank, stub: decode_pb2_grpc.DecodeStub) -> None:
         self.service, self.rank, self.stub = service, rank, stub
@@ -43,11 +76,11 @@ class Rig:
         await call.write(decode_pb2.SessionRequest(open=decode_pb2.SessionOpen(**opening)))
         return call
 
-    async def opened(self) -> grpc.aio.StreamStreamCall:
-        call = await self.open()
+    async def opened(self, router_id: str = "r") -> Stream:
+        call = await self.open(router_id=router_id)
         reply = await call.read()
-        assert (reply.sequence, reply.opened.resumed, reply.opened.wire_version) == (1, False, WIRE_VERSION)
-        return call
+        assert (reply.sequence, reply.opened.resumed, reply.opened.wire_version) == (0, False, WIRE_VERSION)
+        return Stream(call)
 
     async def commands(self, number: int) -> list:
         async with asyncio.timeout(5):
@@ -69,7 +102,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 @asynccontextmanager
 async def running() -> AsyncIterator[Rig]:
-    service, rank, server = DecodeService(drain_s=7.0), FakeRank(), Server("127.0.0.1:0", [SERVICE])
+    service, rank, server = DecodeService(drain_s=7.0, resume_s=0.02), FakeRank(), Server("127.0.0.1:0", [SERVICE])
     service.register(server)
     service.attach([rank])  # type: ignore[list-item]
     await server.start()
@@ -130,7 +163,7 @@ async def test_replies_are_numbered_and_complete(rig: Rig) -> None:
         Failed(number, 2, common_pb2.PREEMPTED, "no page"),
     )
     replies = [await call.read() for _ in range(6)]
-    assert [reply.sequence for reply in replies] == [2, 3, 4, 5, 6, 7]
+    assert [reply.sequence for reply in replies] == [1, 2, 3, 4, 5, 6]
     claimed, ready, asked, step, finished, failed = (getattr(reply, reply.WhichOneof("message")) for reply in replies)
     assert claimed == decode_pb2.Claimed(handle=1, num_cached_tokens=64)
     assert (ready.handle, ready.attempt, ready.position, ready.first_token.id) == (1, 3, 1, 7) and math.isnan(ready.first_token.logprob)
@@ -157,13 +190,6 @@ async def test_other_incarnation_or_version_is_refused(rig: Rig, fields: dict[st
         await call.read()
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert str(next(iter(fields.values()))) in str(caught.value.details())
-
-
-async def test_resume_is_a_new_session(rig: Rig) -> None:
-    call = await rig.open(next_message=17)
-    reply = await call.read()
-    assert (reply.sequence, reply.opened.resumed) == (1, False)
-    call.cancel()
 
 
 @pytest.mark.parametrize("request_", [submit(), decode_pb2.SessionRequest()])
@@ -199,22 +225,17 @@ async def test_cancel_is_passed_on_and_ends_the_request_here(rig: Rig) -> None:
     call.cancel()
 
 
-@pytest.mark.parametrize("how", ["cancel", "half-close"])
-async def test_broken_session_is_told_to_the_rank(rig: Rig, how: str) -> None:
+async def test_broken_session_is_told_to_the_rank(rig: Rig) -> None:
     call = await rig.opened()
     await call.write(submit(1))
     await rig.commands(1)
-    if how == "cancel":
-        call.cancel()
-    else:
-        await call.done_writing()
-        assert await call.read() == grpc.aio.EOF
+    call.cancel()
     submitted, lost = await rig.commands(2)
     assert lost == SessionLost(submitted.session)
 
 
 async def test_sessions_do_not_mix(rig: Rig) -> None:
-    first, second = await rig.opened(), await rig.opened()
+    first, second = await rig.opened("r1"), await rig.opened("r2")
     await first.write(submit(1))
     await rig.commands(1)
     await second.write(submit(1))
@@ -283,18 +304,63 @@ async def test_rank_that_takes_no_command_fails_the_request(rig: Rig) -> None:
     call.cancel()
 
 
-async def test_move_ends_the_request_on_both_sides(rig: Rig) -> None:
+def move(step: decode_pb2.Move.Step, handle: int = 1, **fields: object) -> decode_pb2.SessionRequest:
+    return decode_pb2.SessionRequest(move=decode_pb2.Move(handle=handle, step=step, new_attempt=4, **fields))  # type: ignore[arg-type]
+
+
+READER = common_pb2.Rank(instance_id="d2", role="decode", pool_address="h:2", rank=1, peer=b"blob")
+
+
+async def test_a_move_is_passed_through_both_ways(rig: Rig) -> None:
     call = await rig.opened()
     await call.write(submit(1))
-    await call.write(decode_pb2.SessionRequest(move=decode_pb2.Move(handle=1, step=decode_pb2.Move.START)))
-    failed = (await call.read()).failed
-    assert (failed.handle, failed.reason) == (1, common_pb2.INTERNAL)
-    assert isinstance((await rig.commands(2))[1], Cancel)
+    await call.write(move(decode_pb2.Move.START, reader=READER, fingerprint="f"))
+    await call.write(move(decode_pb2.Move.PAUSE))
+    await call.write(move(decode_pb2.Move.RESUME))
+    submitted, *steps = await rig.commands(4)
+    number = submitted.session
+    assert steps == [MoveStart(number, 1, 4, PeerRank("d2", "h:2", 1, b"blob")), MovePause(number, 1, 4), MoveResume(number, 1, 4)]
+    rig.emit(Granted(number, 1), CaughtUp(number, 1), Paused(number, 1, 7), Resumed(number, 1, common_pb2.PEER_GONE, "no target"),
+             Failed(number, 1, common_pb2.REPLACED, "moved"))
+    granted, caught_up, paused, resumed, failed = [await call.read() for _ in range(5)]
+    assert granted.granted == decode_pb2.Granted(handle=1, attempt=3)
+    assert caught_up.caught_up == decode_pb2.CaughtUp(handle=1, attempt=3)
+    assert paused.paused == decode_pb2.Paused(handle=1, attempt=3, num_output_tokens=7)
+    assert resumed.resumed == decode_pb2.Resumed(handle=1, attempt=3, reason=common_pb2.PEER_GONE, message="no target")
+    assert failed.failed.reason == common_pb2.REPLACED and rig.service.num_active() == 0
     call.cancel()
 
 
+async def test_a_move_to_another_model_is_refused_and_the_request_stays(rig: Rig) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    await call.write(move(decode_pb2.Move.START, reader=READER, fingerprint="g"))
+    resumed = (await call.read()).resumed
+    assert (resumed.handle, resumed.attempt, resumed.reason) == (1, 3, common_pb2.FINGERPRINT_MISMATCH)
+    assert "f here and g" in resumed.message and len(rig.rank.commands) == 1 and rig.service.num_active() == 1
+    call.cancel()
+
+
+async def test_a_move_of_a_request_that_is_over_is_ignored(rig: Rig) -> None:
+    call = await rig.opened()
+    await call.write(move(decode_pb2.Move.PAUSE, handle=9))
+    await call.write(submit(1))
+    (command,) = await rig.commands(1)
+    assert isinstance(command, Submit)
+    call.cancel()
+
+
+async def test_an_unknown_step_of_a_move_ends_the_session(rig: Rig) -> None:
+    call = await rig.opened()
+    await call.write(submit(1))
+    await call.write(move(decode_pb2.Move.STEP_UNSPECIFIED))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "START, PAUSE or RESUME" in str(caught.value.details())
+
+
 async def test_router_that_reads_nothing_loses_its_session(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "MAX_REPLIES", 5)
+    monkeypatch.setattr(resume, "MAX_UNACKED", 5)
     call = await rig.opened()
     await call.write(submit(1))
     (submitted,) = await rig.commands(1)

@@ -119,6 +119,10 @@ class DecodeSession:
         self.replies: asyncio.Queue[decode_pb2.SessionReply | None] = asyncio.Queue()
         self._sequence = 0
 
+    def opened(self) -> None:
+        """The first word of a stream, which no number counts. Scripted ranks keep no session."""
+        self.replies.put_nowait(decode_pb2.SessionReply(opened=decode_pb2.SessionOpened(wire_version=WIRE_VERSION, next_request=1)))
+
     def send(self, **message: Any) -> None:
         self._sequence += 1
         self.replies.put_nowait(decode_pb2.SessionReply(sequence=self._sequence, **message))
@@ -166,7 +170,7 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
         assert opened.open.instance_id == self.instance_id and opened.open.wire_version == WIRE_VERSION
         session = DecodeSession()
         self.sessions.append(session)
-        session.send(opened=decode_pb2.SessionOpened(wire_version=WIRE_VERSION))
+        session.opened()
         reader = asyncio.create_task(self._read(request_iterator, session))
         try:
             while (reply := await session.replies.get()) is not None:
