@@ -7,14 +7,18 @@ from collections.abc import Callable, Iterator
 from services.decode.request import Request, RequestState
 from services.kv.messages import RequestKey
 
+MOVE_RESERVE = 2  # pages beyond what the router knows of a request that moves here
 RESERVE_ALL_AFTER = 2  # preemptions, after which a request comes back only with pages for all its max_tokens
 
 
 def pages_wanted(request: Request) -> int:
-    """Length of the page table with which a request starts: what is handed over and one page to go on with, or all it may ever need."""
+    """Length of the page table with which a request starts: what is handed over and one page to go on with, or all it may ever need.
+
+    A request that moves here runs on while it is pulled; should it outgrow its reserve, the move fails.
+    """
     if request.spec.num_preemptions >= RESERVE_ALL_AFTER:
         return request.max_pages
-    return min(request.num_pages_handed_over + 1, request.max_pages)
+    return min(request.num_pages_handed_over + (MOVE_RESERVE if request.spec.is_move else 1), request.max_pages)
 
 
 class Claims:
@@ -37,12 +41,12 @@ class Claims:
         """Whether no further claim is booked."""
         return len(self) >= self._max_claims
 
-    def first(self, is_admitted: Callable[[RequestKey], bool]) -> Request | None:
-        """The claim to be served next: nobody overtakes it among those whose prompt its holder has admitted.
+    def first(self, is_admitted: Callable[[Request], bool]) -> Request | None:
+        """The claim to be served next: nobody overtakes it among those that their holders have admitted.
 
         The others must be passed: a holder that is full of leases for later claims admits them only once those are read.
         """
-        return next((request for request in self._claimed.values() if is_admitted(request.key)), None)
+        return next((request for request in self._claimed.values() if is_admitted(request)), None)
 
     def book(self, request: Request) -> None:
         """Append a CLAIMED request."""

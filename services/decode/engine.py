@@ -4,8 +4,12 @@
 2 FETCHING   it was first in line and all pages it lacks were free: they are being pulled     fetch.py
 3 READY      pages verified, holder and router told, first token known                        fetch.py, then the loop's inbox
 4 RUNNING    one token a step; a page that becomes full and final enters the prefix cache     scheduler.py, loop.py
+  moving     still RUNNING (or READY): final pages are announced to the rank that takes over  moves.py
+  PAUSED     the end of a move, at most 2 s: all is announced; then it is gone, or runs on    moves.py
 5 FINISHED   EOS, a stop id, max_tokens or the longest sequence: pages go back                loop.py
-  ABORTED    from any state: cancelled, failed, preempted (the router replays it)             -> FREE, nothing is held
+  ABORTED    from any state: cancelled, failed, moved, preempted (the router replays it)      -> FREE, nothing is held
+
+A request that moves here is CLAIMED and FETCHING like any other, but for pages that its source announces while it runs.
 
 Threads: the handoff thread receives all commands and moves hand-offs on; what concerns a READY request it passes on, in order. The main
 loop steps while requests run and blocks on its inbox otherwise. Both send events; `kv.lock` guards pages, prefix cache and pulls.
@@ -20,7 +24,7 @@ import torch
 from services.decode.fetch import Fetcher
 from services.decode.forward import DecodeForward
 from services.decode.loop import DecodeLoop
-from services.decode.messages import Cancel, Command, Event, MoveCommand, SessionLost, Stop, Submit
+from services.decode.messages import Cancel, Command, Event, MoveCommand, MoveStart, SessionLost, Stop, Submit
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.pages import HolderKind
 from services.kv.rank_kv import RankKv, open_rank_kv
@@ -34,6 +38,7 @@ from services.runtime.ipc import EngineChannel, RankLoad, Up
 
 _IDLE_PAUSE_S = 0.002
 _LOAD_S = 0.1  # at most one report in this time
+_MAX_INBOX = 10_000  # items that wait for the main loop, beyond which commands wait in the front's queue, which has a bound of its own
 
 
 class HandoffThread(threading.Thread):
@@ -55,7 +60,7 @@ class HandoffThread(threading.Thread):
 
     def _turn(self) -> bool:
         busy = self._fetcher.is_busy
-        for command in self._channel.receive(0.0 if busy else _IDLE_PAUSE_S):
+        for command in self._receive(0.0 if busy else _IDLE_PAUSE_S):
             if isinstance(command, Stop):
                 self._fetcher.close()
                 self._loop.inbox.put(command)
@@ -67,11 +72,20 @@ class HandoffThread(threading.Thread):
             time.sleep(self._kv.exchange.pause_s)
         return True
 
+    def _receive(self, timeout_s: float) -> list[Command]:
+        if self._loop.inbox.qsize() < _MAX_INBOX:
+            return self._channel.receive(timeout_s)
+        time.sleep(_IDLE_PAUSE_S)
+        return []
+
     def _take(self, command: Submit | Cancel | SessionLost | MoveCommand) -> None:
         if isinstance(command, Submit):
             self._fetcher.submit(command)
         elif isinstance(command, Cancel):
             if not self._fetcher.cancel(command):
+                self._loop.inbox.put(command)
+        elif isinstance(command, MoveStart):
+            if self._fetcher.meet_reader(command):
                 self._loop.inbox.put(command)
         else:
             if isinstance(command, SessionLost):
@@ -109,7 +123,7 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
 
     fetcher = Fetcher(
         kv, max_claims=section.max_claims, max_model_len=longest, emit=channel.send,
-        deliver=lambda request: loop.inbox.put(request),
+        deliver=lambda item: loop.inbox.put(item),
     )
     loop = DecodeLoop(
         forward, kv, max_running=section.max_running, eos_token_ids=model.eos_token_ids, emit=channel.send, clock=clock,

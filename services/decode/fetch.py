@@ -2,6 +2,7 @@
 
 1 submit    the holder becomes a peer, the claim is booked and listens for announcements        -> CLAIMED
 2 serve     the first claim with an announcement pins its prefix hits and takes all pages it lacks, or waits   -> FETCHING
+            a move's needs no announcement: its holder runs it, and begins to announce once the router heard `granted`
 3 settle    every read is verified: the holder hears Done, the router `ready`, the main loop runs it   -> READY
 4 fail      whatever goes wrong is typed, told to holder and router, and gives every page back  -> ABORTED
 """
@@ -11,11 +12,29 @@ from collections.abc import Callable
 
 from proto.baton.v1 import common_pb2
 from services.decode.claims import Claims, pages_wanted
-from services.decode.messages import Cancel, Claimed, Failed, Finished, FirstToken, Ready, RequestEvent, SessionLost, Submit, TransferTimes
+from services.decode.messages import (
+    Cancel,
+    CaughtUp,
+    Claimed,
+    Failed,
+    Finished,
+    FirstToken,
+    Granted,
+    MoveStart,
+    Ready,
+    RequestEvent,
+    Resumed,
+    SessionLost,
+    Submit,
+    TransferTimes,
+)
 from services.decode.request import Request, RequestState
 from services.kv.layout import PAGE_SIZE
+from services.kv.lease import LeaseEnded
+from services.kv.messages import HandoffState
 from services.kv.peers import Peers
-from services.kv.puller import PullEnded, PullState
+from services.kv.pull import PullState, PullStats
+from services.kv.puller import PullCaughtUp, PullEnded
 from services.kv.rank_kv import RankKv
 from services.runtime.errors import HandoffError
 
@@ -25,11 +44,14 @@ _log = logging.getLogger(__name__)
 
 
 class Fetcher:
-    """Owns this rank's requests until they are READY. `emit` takes events for the front, `deliver` READY requests for the main loop."""
+    """Owns this rank's requests until they are READY.
+
+    `emit` takes events for the front, `deliver` READY requests and the ends of leases for the main loop.
+    """
 
     def __init__(
         self, kv: RankKv, *, max_claims: int, max_model_len: int,
-        emit: Callable[[RequestEvent], None], deliver: Callable[[Request], None], clock: Callable[[], float] = time.monotonic,
+        emit: Callable[[RequestEvent], None], deliver: Callable[[Request | LeaseEnded], None], clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kv = kv
         self._max_model_len = max_model_len
@@ -46,8 +68,8 @@ class Fetcher:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything may move without a command: claims, or reads that nobody waits for any more."""
-        return bool(self._claims) or self._kv.pulls.num_reads > 0
+        """Whether anything may move without a command: claims, leases, or reads that nobody waits for any more."""
+        return bool(self._claims) or len(self._kv.leases) > 0 or self._kv.pulls.num_reads > 0
 
     def submit(self, command: Submit) -> None:
         """Book a claim, or refuse it with a typed reason that holder and router hear."""
@@ -81,6 +103,15 @@ class Fetcher:
         for request in self._claims.of_session(command.session):
             self._abort(request, common_pb2.SESSION_LOST, "the router's session broke")
 
+    def meet_reader(self, command: MoveStart) -> bool:
+        """Make a move's reader a peer; False when it cannot be used: the router hears that the request runs on."""
+        try:
+            self._peers.meet(command.reader)
+        except HandoffError as error:
+            self._emit(Resumed(command.session, command.handle, error.reason, str(error)))
+            return False
+        return True
+
     def close(self) -> None:
         """The rank stops: holders and router hear that nothing will be read any more."""
         for request in self._claims:
@@ -91,10 +122,15 @@ class Fetcher:
     def tick(self) -> None:
         """Move every hand-off on; never blocks."""
         self._serve()
-        for ended in self._kv.exchange.tick():
-            request = self._claims.by_key(ended.key)
-            if isinstance(ended, PullEnded) and request is not None:
-                self._settle(request, ended)
+        for event in self._kv.exchange.tick():
+            if isinstance(event, LeaseEnded):  # of a request that moves away: the main loop's
+                self._deliver(event)
+            elif (request := self._claims.by_key(event.key)) is None:
+                continue
+            elif isinstance(event, PullCaughtUp):
+                self._emit(CaughtUp(request.session, request.handle))
+            else:
+                self._settle(request, event)
         self._check_deadlines()
 
     # ---- booking
@@ -115,13 +151,22 @@ class Fetcher:
         """Take pages for the first claim that its holder has admitted, as long as they are free; never for one behind it."""
         while True:
             with self._kv.lock:
-                request = self._claims.first(self._kv.pulls.is_announced)
+                request = self._claims.first(self._is_admitted)
                 if request is None or not self._take_pages(request):
                     return
-                num_cached = request.num_cached_pages
-                lacking = range(num_cached, request.num_pages_handed_over)
-                self._kv.pulls.begin(request.key, {index: request.pages[index] for index in lacking})
+                self._begin(request)
             self._claims.start_fetching(request)
+            if request.spec.is_move:
+                self._emit(Granted(request.session, request.handle))
+
+    def _is_admitted(self, request: Request) -> bool:
+        return request.spec.is_move or self._kv.pulls.is_announced(request.key)
+
+    def _begin(self, request: Request) -> None:
+        room = len(request.pages) if request.spec.is_move else None
+        lacking = range(request.num_cached_pages, request.num_pages_handed_over if room is None else room)
+        destinations = {index: request.pages[index] for index in lacking}
+        self._kv.pulls.begin(request.key, destinations, request.check_handoff, room=room)
 
     def _take_pages(self, request: Request) -> bool:
         """Pin the prefix hits and take all other pages at once, or hold nothing."""
@@ -143,23 +188,16 @@ class Fetcher:
 
     def _settle(self, request: Request, ended: PullEnded) -> None:
         if ended.state is PullState.READY and ended.handoff is not None:
-            theirs, ours = ended.handoff.num_prompt_tokens, request.num_handed_over
-            if theirs != ours:
-                self._fail(request, common_pb2.INTERNAL, f"holder handed {theirs} tokens over but the router submitted {ours}")
-                return
-            request.handoff = ended.handoff
-            self._ready(request, ended)
-        elif ended.reason == common_pb2.REASON_UNSPECIFIED:  # the first token was the last: the router has it from the holder
+            self._ready(request, ended.handoff, ended.stats)
+        elif ended.reason == common_pb2.REASON_UNSPECIFIED:  # it ended at the holder, who tells the router its last token
             self._leave(request, RequestState.FINISHED)
-            self._emit(Finished(request.session, request.handle, common_pb2.FINISH_UNSPECIFIED, request.num_output_tokens + 1, 0, 0))
+            num_output_tokens = request.num_output_tokens + (0 if request.spec.is_move else 1)
+            self._emit(Finished(request.session, request.handle, common_pb2.FINISH_UNSPECIFIED, num_output_tokens, 0, 0))
         else:
             self._fail(request, ended.reason, ended.message)
 
-    def _ready(self, request: Request, ended: PullEnded) -> None:
-        assert ended.handoff is not None
-        handoff, stats = ended.handoff, ended.stats
-        position = request.num_output_tokens
-        request.append(handoff.first_token)
+    def _ready(self, request: Request, handoff: HandoffState, stats: PullStats) -> None:
+        request.take_over(handoff)
         with self._kv.lock:  # verified pages only: what was read is as good as computed here
             self._kv.pool.insert(request.digests, request.pages[: len(request.digests)])
         request.state, request.ready_at = RequestState.READY, self._clock()
@@ -171,7 +209,7 @@ class Fetcher:
             exposed_us=int(min(stats.exposed_s, stats.read_s) * 1e6),  # a wait for pages is no transfer
             transport=self._kv.transport.stats.ucx,
         )
-        self._emit(Ready(request.session, request.handle, position, first, times))
+        self._emit(Ready(request.session, request.handle, request.num_output_tokens - 1, first, times))
         self._deliver(request)
 
     def _check_deadlines(self) -> None:

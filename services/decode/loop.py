@@ -12,20 +12,35 @@ import torch
 
 from proto.baton.v1 import common_pb2
 from services.decode.forward import DecodeBatch
-from services.decode.messages import Cancel, Failed, Finished, MoveCommand, RequestEvent, SessionLost, StepOut, Stop
-from services.decode.request import Request, RequestState
+from services.decode.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    MovePause,
+    MoveResume,
+    MoveStart,
+    RequestEvent,
+    SessionLost,
+    StepOut,
+    Stop,
+)
+from services.decode.moves import Moves
+from services.decode.request import Logprobs, Request, RequestState
 from services.decode.sampler import BatchSampler, Chosen
 from services.decode.scheduler import Scheduler, finish_reason
+from services.kv.lease import LeaseEnded
+from services.kv.messages import FINISHED
 from services.kv.pages import Holder, HolderKind
 from services.kv.rank_kv import RankKv
 from services.runtime.engine import StepClock
 from services.runtime.errors import EngineError
 
 _IDLE_S = 0.05  # without work for so long: prove the pool once
+_PAUSED_S = 0.01  # how often the time of paused requests is looked at when nobody else runs
 
 _log = logging.getLogger(__name__)
 
-Item = Request | Cancel | SessionLost | MoveCommand | Stop | Exception
+Item = Request | Cancel | SessionLost | MoveStart | MovePause | MoveResume | LeaseEnded | Stop | Exception
 
 
 class Forward(Protocol):
@@ -35,7 +50,11 @@ class Forward(Protocol):
 
 
 class DecodeLoop:
-    """`inbox` takes READY requests, commands about them, and an exception that ended the handoff thread."""
+    """`inbox` takes READY requests, commands about them, ends of their leases, and an exception that ended the handoff thread.
+
+    It is bounded by those who fill it: a request holds a page, a lease belongs to a request, and commands are taken from the front only
+    while few wait here.
+    """
 
     def __init__(
         self, forward: Forward, kv: RankKv, *, max_running: int, eos_token_ids: tuple[int, ...],
@@ -50,7 +69,13 @@ class DecodeLoop:
         self._num_claims, self._now = num_claims, now
         self._eos_token_ids = eos_token_ids
         self._sampler = BatchSampler(eos_token_ids)
+        self._moves = Moves(kv, self.scheduler, self._sampler, emit, now)
         self._proved = False  # the pool, since the last work
+
+    @property
+    def num_moves(self) -> int:
+        """Requests that move away."""
+        return len(self._moves)
 
     @property
     def num_penalty_states(self) -> int:
@@ -68,7 +93,7 @@ class DecodeLoop:
 
     def run(self) -> None:
         """Step until Stop; whoever is still here then is to be replayed elsewhere."""
-        while (len(self.scheduler) or self._take(self._wait())) and self.take_waiting():
+        while self._take_next() and self.take_waiting():
             self.step()
         for request in self.scheduler.requests:
             self._fail(request, common_pb2.DRAINING, f"the decode rank stops after {request.num_output_tokens} output tokens")
@@ -82,6 +107,17 @@ class DecodeLoop:
                 return True
             if not self._take(item):
                 return False
+
+    def _take_next(self) -> bool:
+        """Wait for an item unless there is a step to do; False on Stop."""
+        if not self.scheduler.is_idle:
+            return True
+        if not len(self.scheduler):
+            return self._take(self._wait())
+        try:
+            return self._take(self.inbox.get(timeout=_PAUSED_S))
+        except queue.Empty:
+            return True
 
     def _wait(self) -> Item:
         """The next item; when none comes for a while, the idle rank proves its pool and says what it did."""
@@ -101,18 +137,23 @@ class DecodeLoop:
             return False
         if isinstance(item, Exception):
             raise EngineError("the handoff thread ended") from item
-        if isinstance(item, Request):
-            self._sampler.add(item)
-            self.scheduler.add(item)
-            self._finish_if_over(item)
-        elif isinstance(item, Cancel):
-            request = self.scheduler.get(item.session, item.handle)
-            if request is not None:
-                self._leave(request, RequestState.ABORTED)
-        elif isinstance(item, SessionLost):
-            for request in self.scheduler.requests:
-                if request.session == item.session:
-                    self._leave(request, RequestState.ABORTED)
+        match item:
+            case Request():
+                self._sampler.add(item)
+                self.scheduler.add(item)
+                self._finish_if_over(item)
+            case Cancel():
+                if (request := self.scheduler.get(item.session, item.handle)) is not None:
+                    self._leave(request, item.reason or common_pb2.CANCELLED, "cancelled by the router")
+            case SessionLost():
+                for request in self.scheduler.requests:
+                    if request.session == item.session:
+                        self._leave(request, common_pb2.SESSION_LOST, "the router's session broke")
+            case LeaseEnded():
+                if (request := self._moves.lease_ended(item)) is not None:
+                    self._fail(request, common_pb2.REPLACED, f"moved to attempt {item.key.attempt}, which goes on from here")
+            case _:
+                self._moves.take(item)
         return True
 
     # ---- one step
@@ -120,9 +161,10 @@ class DecodeLoop:
     def step(self) -> None:
         """One token for every running request. Whatever fails, fails these requests and nothing else."""
         self._fail_late()
+        self._moves.check_pauses()
         self.scheduler.admit()
         self._take_pages()
-        batch = list(self.scheduler.running)
+        batch = self.scheduler.batch()
         if not batch:
             return
         try:
@@ -147,8 +189,7 @@ class DecodeLoop:
         """A page for everybody whose next token begins one, preempting while they are too few."""
         with self._kv.lock:
             while (victim := self.scheduler.victim(self._kv.pool.num_available)) is not None:
-                self._kv.pool.release(victim.holder)  # its final pages stay in the prefix cache
-                self._preempted(victim)
+                self._preempt(victim)
             for request in self.scheduler.lacking_page():
                 request.pages += self._kv.pool.take(1, request.holder)
 
@@ -169,10 +210,14 @@ class DecodeLoop:
 
     def _append(self, rows: Sequence[tuple[Request, Chosen]]) -> None:
         final = [request for request, token in rows if request.append(token.token_id)]
+        for request, token in rows:
+            if request.params.logprobs >= 0:
+                request.latest = Logprobs(token.logprob, tuple(token.top_ids), tuple(token.top_logprobs))
         if final:
             with self._kv.lock:
                 for request in final:
                     self._kv.pool.insert(request.digests, request.pages[: len(request.digests)])
+                    self._moves.pages_final(request)
 
     def _say(self, rows: Sequence[tuple[Request, Chosen]]) -> None:
         """One message a session."""
@@ -200,7 +245,7 @@ class DecodeLoop:
         reason = finish_reason(request, self._eos_token_ids)
         if reason == common_pb2.FINISH_UNSPECIFIED:
             return
-        self._leave(request, RequestState.FINISHED)
+        self._leave(request, FINISHED, "")
         stop_token_id = request.token_ids[-1] if reason == common_pb2.STOP else 0
         decode_us = int((self._now() - request.ready_at) * 1e6)
         self._emit(Finished(request.session, request.handle, reason, request.num_output_tokens, stop_token_id, decode_us))
@@ -212,24 +257,26 @@ class DecodeLoop:
                 self._fail(request, common_pb2.DEADLINE, f"the request's deadline passed after {request.num_output_tokens} output tokens")
 
     def _fail(self, request: Request, reason: int, message: str) -> None:
-        self._leave(request, RequestState.ABORTED)
+        self._leave(request, reason, message)
         self._emit(Failed(request.session, request.handle, reason, message))
 
-    def _preempted(self, request: Request) -> None:
-        """Its pages are back already; the caller holds the lock."""
-        self.scheduler.remove(request)
-        self._sampler.forget(request)
-        request.state = RequestState.ABORTED
+    def _preempt(self, request: Request) -> None:
+        """Its final pages stay in the prefix cache, evictable; the caller holds the lock."""
         message = f"preempted after {request.num_output_tokens} output tokens: no page was free for the requests admitted before it"
+        self._release(request, common_pb2.PREEMPTED, message)
         self._emit(Failed(request.session, request.handle, common_pb2.PREEMPTED, message))
 
-    def _leave(self, request: Request, state: RequestState) -> None:
-        """The request is over here: nothing of it stays but what the prefix cache holds."""
+    def _leave(self, request: Request, reason: int, message: str) -> None:
+        with self._kv.lock:
+            self._release(request, reason, message)
+
+    def _release(self, request: Request, reason: int, message: str) -> None:
+        """The request is over here: nothing of it stays but what the prefix cache holds. The caller holds the lock."""
         self.scheduler.remove(request)
         self._sampler.forget(request)
-        request.state = state
-        with self._kv.lock:
-            self._kv.pool.release(request.holder)
+        request.state = RequestState.FINISHED if reason == FINISHED else RequestState.ABORTED
+        self._moves.end(request, reason, message)
+        self._kv.pool.release(request.holder)
 
     def _log_counters(self) -> None:
         stats = self._kv.transport.stats

@@ -3,11 +3,13 @@ from enum import StrEnum
 
 import msgspec
 
+from proto.baton.v1 import common_pb2
 from services.kv.hash import ROOT, page_digest, page_digests
 from services.kv.layout import PAGE_SIZE
 from services.kv.messages import HandoffState, PeerRank, RequestKey
 from services.kv.pages import Holder, HolderKind
 from services.model.params import SamplingParams
+from services.runtime.errors import HandoffError
 
 
 class RequestState(StrEnum):
@@ -17,6 +19,7 @@ class RequestState(StrEnum):
     FETCHING = "fetching"
     READY = "ready"
     RUNNING = "running"
+    PAUSED = "paused"  # the end of a move: its state is announced, so it takes part in no step
     FINISHED = "finished"
     ABORTED = "aborted"
 
@@ -35,6 +38,14 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_move: bool = False  # `source` is a decode rank that runs the request
 
 
+class Logprobs(msgspec.Struct, frozen=True):
+    """Of one token, as far as the request asked."""
+
+    logprob: float | None = None
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
 def num_pages_for(num_tokens: int) -> int:
     """Pages that hold the KV of `num_tokens` tokens."""
     return -(-num_tokens // PAGE_SIZE)
@@ -49,13 +60,14 @@ class Request:
         self.num_output_tokens = spec.num_output_tokens  # of the whole request, replayed ones included
         self.token_ids = list(spec.token_ids)
         self.num_handed_over = len(spec.token_ids)  # tokens whose KV comes from the holder
-        num_prompt_tokens = len(spec.token_ids) - spec.num_output_tokens
-        self.max_total_tokens = min(num_prompt_tokens + spec.params.max_tokens, max_model_len)
+        self.num_prompt_tokens = len(spec.token_ids) - spec.num_output_tokens
+        self.max_total_tokens = min(self.num_prompt_tokens + spec.params.max_tokens, max_model_len)
         self.deadline = now + spec.timeout_s if spec.timeout_s else None
         self.state = RequestState.CLAIMED
         self.pages: list[int] = []
         self.num_cached_pages = 0  # of the pages handed over, those that were here before
         self.handoff: HandoffState | None = None  # from READY on
+        self.latest = Logprobs()  # of the last token known
         self.ready_at = 0.0
         self.digests = page_digests(self.token_ids, spec.salt)  # of every page that is final
 
@@ -93,6 +105,31 @@ class Request:
     def has_all_pages(self) -> bool:
         """Whether no step of it can need another page."""
         return len(self.pages) >= self.max_pages
+
+    @property
+    def output_ids(self) -> list[int]:
+        """All output tokens known, replayed ones included."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def check_handoff(self, handoff: HandoffState) -> None:
+        """Raises HandoffError unless decoding can go on from `handoff`."""
+        theirs, ours = handoff.num_prompt_tokens, self.num_handed_over
+        if self.spec.is_move:
+            ours = self.num_prompt_tokens + len(handoff.output_ids)
+            output_ids, known = [*handoff.output_ids, handoff.first_token], self.output_ids
+            if output_ids[: len(known)] != known:
+                message = f"the source's {len(output_ids)} output tokens do not begin with the {len(known)} that the router submitted"
+                raise HandoffError(common_pb2.INTERNAL, message)
+        if theirs != ours:
+            raise HandoffError(common_pb2.INTERNAL, f"holder handed {theirs} tokens over but the router submitted {ours}")
+
+    def take_over(self, handoff: HandoffState) -> None:
+        """Go on from a checked `handoff`: its tokens are known from now on."""
+        output_ids = [*handoff.output_ids, handoff.first_token] if self.spec.is_move else [*self.output_ids, handoff.first_token]
+        for token_id in output_ids[len(self.output_ids) :]:
+            self.append(token_id)
+        self.handoff, self.num_handed_over = handoff, handoff.num_prompt_tokens
+        self.latest = Logprobs(handoff.first_logprob, handoff.top_ids, handoff.top_logprobs)
 
     def append(self, token_id: int) -> bool:
         """Take a token in; whether a page became final by it (its digest is then the last of `digests`)."""

@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from services.decode.request import Request
+from services.kv.messages import PenaltyCounts
 from services.model.penalties import PenaltyState
 from services.model.sampling import RowState, sample
 
@@ -35,6 +36,14 @@ class BatchSampler:
         if request.params.has_penalties:
             prompt_ids, counts = request.handoff.penalties.prompt_ids, request.handoff.penalties.output_counts
             self._penalties[request.id] = PenaltyState.restore(prompt_ids, list(counts), list(counts.values()))
+
+    def counts(self, request: Request) -> PenaltyCounts:
+        """Where another rank's `add` goes on."""
+        state = self._penalties.get(request.id)
+        if state is None:
+            return PenaltyCounts()
+        prompt_ids, output_ids, counts = state.export()
+        return PenaltyCounts(tuple(prompt_ids), dict(zip(output_ids, counts, strict=True)))
 
     def forget(self, request: Request) -> None:
         """The request is over."""

@@ -17,7 +17,7 @@ def finish_reason(request: Request, eos_token_ids: Collection[int]) -> int:
 
 
 class Scheduler:
-    """READY requests wait in `ready` while `running` is full; both are in order of admission."""
+    """READY requests wait in `ready` while `running` is full; both are in order of admission. A PAUSED one keeps its place."""
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
@@ -31,6 +31,11 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """All of them, the most recently admitted last."""
         return [*self.running, *self.ready]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step has anything to do: there is nobody, or only PAUSED requests."""
+        return all(request.state is RequestState.PAUSED for request in self.requests)
 
     @property
     def num_running_tokens(self) -> int:
@@ -47,18 +52,32 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """The request leaves, for whatever reason."""
-        (self.running if request.state is RequestState.RUNNING else self.ready).remove(request)
+        (self.running if request in self.running else self.ready).remove(request)
+
+    def pause(self, request: Request) -> None:
+        """The request takes part in no step."""
+        request.state = RequestState.PAUSED
+
+    def resume(self, request: Request) -> None:
+        """PAUSED -> what it was."""
+        if request.state is RequestState.PAUSED:
+            request.state = RequestState.RUNNING if request in self.running else RequestState.READY
 
     def admit(self) -> None:
         """READY -> RUNNING as far as `max_running` allows."""
         while self.ready and len(self.running) < self._max_running:
             request = self.ready.popleft()
-            request.state = RequestState.RUNNING
+            if request.state is not RequestState.PAUSED:
+                request.state = RequestState.RUNNING
             self.running.append(request)
 
+    def batch(self) -> list[Request]:
+        """Who takes part in the next step."""
+        return [request for request in self.running if request.state is not RequestState.PAUSED]
+
     def lacking_page(self) -> list[Request]:
-        """Running requests that need one more page for the next step."""
-        return [request for request in self.running if request.needs_page]
+        """Those of the batch that need one more page for the next step."""
+        return [request for request in self.batch() if request.needs_page]
 
     def victim(self, num_available: int) -> Request | None:
         """Who must be preempted so that the next step's pages can be had: the most recently admitted; None when they suffice.

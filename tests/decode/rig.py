@@ -15,6 +15,7 @@ from services.decode.loop import DecodeLoop, Forward
 from services.decode.messages import Cancel, Failed, Finished, Ready, RequestEvent, SessionLost, StepOut, Submit
 from services.decode.request import Request, RequestSpec, RequestState, num_pages_for
 from services.kv.layout import PAGE_SIZE, Compatibility, KvLayout
+from services.kv.lease import LeaseEnded
 from services.kv.local_transport import LocalFabric
 from services.kv.messages import HandoffState, PeerRank, PenaltyCounts, RequestKey
 from services.kv.pages import Holder, HolderKind
@@ -143,12 +144,13 @@ class ScriptedHolder:
 
 
 class Rig:
-    """The rank under test and one holder."""
+    """The rank under test and one holder; `beside` another rank, they share holder, fabric and clock."""
 
     def __init__(self, *, num_pages: int = 32, max_running: int = 8, max_claims: int = 16, max_model_len: int = 2048,
-                 layout: KvLayout = LAYOUT, prefill: Prefill = scripted_prefill, forward: Forward | None = None) -> None:
-        self.clock, self.fabric = Clock(), LocalFabric()
-        self.holder = ScriptedHolder(self.fabric, self.clock, layout=layout, prefill=prefill)
+                 layout: KvLayout = LAYOUT, prefill: Prefill = scripted_prefill, forward: Forward | None = None,
+                 beside: "Rig | None" = None) -> None:
+        self.clock, self.fabric = (beside.clock, beside.fabric) if beside else (Clock(), LocalFabric())
+        self.holder = beside.holder if beside else ScriptedHolder(self.fabric, self.clock, layout=layout, prefill=prefill)
         self.kv = open_rank_kv(
             layout=layout, num_pages=num_pages, transport="local", compatibility=SAME, fabric=self.fabric, clock=self.clock
         )
@@ -164,9 +166,10 @@ class Rig:
         )
         self._num_requests = 0
 
-    def _deliver(self, request: Request) -> None:
-        self.delivered.append(request)
-        self.loop.inbox.put(request)
+    def _deliver(self, item: Request | LeaseEnded) -> None:
+        if isinstance(item, Request):
+            self.delivered.append(item)
+        self.loop.inbox.put(item)
 
     # ---- doing
 
@@ -248,5 +251,5 @@ class Rig:
         for kv in (self.kv, self.holder.kv):
             assert kv.pool.num_available == kv.pool.num_pages, "pages are held by nobody's request"
             assert not len(kv.pulls) and not kv.pulls.num_reads and not len(kv.leases)
-        assert not len(self.loop.scheduler) and not self.fetcher.num_claims and not self.loop.num_penalty_states
+        assert not len(self.loop.scheduler) and not self.fetcher.num_claims and not self.loop.num_penalty_states and not self.loop.num_moves
         assert all(request.state in (RequestState.FINISHED, RequestState.ABORTED) for request in self.delivered)

@@ -40,7 +40,7 @@ def test_replayed_tokens_count_towards_max_tokens() -> None:
     assert request(1, 60, 10, num_output_tokens=5).max_total_tokens == 65
 
 
-def admitted(key: RequestKey) -> bool:
+def admitted(claimed: Request) -> bool:
     return True
 
 
@@ -53,14 +53,21 @@ def test_first_come_first_served() -> None:
     assert claims.is_full and claims.first(admitted) is first
     claims.start_fetching(first)
     assert (claims.first(admitted), first.state, len(claims)) == (second, RequestState.FETCHING, 3)
-    assert claims.first(lambda key: key != second.key) is third, "a claim that its holder has not admitted is passed"
-    assert claims.first(lambda key: False) is None
+    assert claims.first(lambda claimed: claimed is not second) is third, "a claim that its holder has not admitted is passed"
+    assert claims.first(lambda claimed: False) is None
     claims.remove(second)
     assert claims.first(admitted) is third and claims.get(1, 1) is first and claims.get(1, 2) is None
     assert claims.by_key(first.key) is first and claims.of_session(1) == [first, third] and claims.of_session(2) == []
     for each in (first, third):
         claims.remove(each)
     assert claims.first(admitted) is None and len(claims) == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "max_tokens", "num_preemptions", "wanted"), [
+    (10, 100, 0, 2), (10, 500, 0, 3), (64, 500, 0, 3), (65, 500, 0, 4), (150, 500, 1, 5), (150, 500, 2, 11),
+])
+def test_moves_take_two_pages_more(num_tokens: int, max_tokens: int, num_preemptions: int, wanted: int) -> None:
+    assert pages_wanted(request(1, num_tokens, max_tokens, num_preemptions=num_preemptions, is_move=True)) == wanted
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 128, 129])

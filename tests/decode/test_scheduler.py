@@ -44,6 +44,28 @@ def test_victim_is_the_most_recently_admitted_that_is_not_spared() -> None:
     assert scheduler.requests == [spared]
 
 
+def test_paused_request_keeps_its_place_and_takes_part_in_no_step() -> None:
+    scheduler = Scheduler(max_running=2)
+    first, second, third = (request(number) for number in range(3))
+    for each in (first, second, third):
+        each.state = RequestState.READY
+        scheduler.add(each)
+    scheduler.admit()
+    scheduler.pause(first)
+    scheduler.pause(third)
+    scheduler.admit()
+    assert scheduler.batch() == [second] and len(scheduler) == 3 and not scheduler.is_idle
+    scheduler.remove(second)
+    scheduler.admit()
+    assert scheduler.batch() == [] and scheduler.running == [first, third] and scheduler.is_idle
+    scheduler.resume(third)
+    scheduler.resume(first)
+    assert scheduler.batch() == [first, third] and first.state is third.state is RequestState.RUNNING
+    scheduler.pause(first)
+    scheduler.remove(first)
+    assert scheduler.requests == [third]
+
+
 @pytest.mark.parametrize(("token", "fields", "reason"), [
     (9, {}, common_pb2.FINISH_UNSPECIFIED),
     (1, {}, common_pb2.STOP),
