@@ -78,7 +78,8 @@ class Cluster:
         self._check_writable()
         await self.start_router()
         for role, ranks in self._ranks.items():
-            self.add_front(role, ranks)
+            if ranks:
+                self.add_front(role, ranks)
         await first_of(self._watch(), self._until_complete())
         if self._address_file is not None:
             await self._refuse_second()

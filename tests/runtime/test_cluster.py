@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from proto.baton.v1 import generation_pb2, generation_pb2_grpc
 from services.runtime.cluster import Cluster
 from services.runtime.errors import ConfigError, Interrupted, SetupError
+from services.runtime.serve import open_channel
 from tests.runtime.waiting import until
 
 SETTINGS = ("router.address=127.0.0.1:0",)
@@ -29,6 +32,7 @@ async def test_file_names_the_cluster_while_it_is_up_and_a_second_one_is_refused
     async with cluster_of(file.parent) as first:
         await first.start()
         assert file.read_text() == first.router_address
+        assert list(first.processes) == ["router"], "a role without ranks needs no front"
         async with cluster_of(file.parent) as second:
             with pytest.raises(SetupError, match=f"its router answers at {first.router_address}"):
                 await second.start()
@@ -81,3 +85,30 @@ async def test_folder_that_cannot_be_written_is_said_before_anything_starts(tmp_
 def test_bad_setting_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="no_such_key"):
         Cluster(None, prefill=1, decode=1, settings=["decode.no_such_key=1"])
+
+
+async def test_second_router_starts_again_at_the_same_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        address = f"127.0.0.1:{trial.getsockname()[1]}"
+    async with cluster_of(None) as cluster:
+        await cluster.start()
+        name = await cluster.start_router([f"router.address={address}"])
+        assert cluster.routers == {"router": cluster.router_address, name: address} and address != cluster.router_address
+        cluster.processes[name].kill()
+        cluster.processes[name].wait()
+        cluster.restart(name)
+        async with open_channel(address) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            info = await stub.GetInfo(generation_pb2.GetInfoRequest(), wait_for_ready=True, timeout=60)
+        assert info.max_model_len > 0
+
+
+async def test_command_prefix_and_log_of_a_front(tmp_path: Path) -> None:
+    cluster = Cluster(None, prefill=0, decode=0, settings=SETTINGS, log_dir=tmp_path)
+    try:
+        await cluster.start()
+        name = cluster.add_front("decode", 1, prefix=["env", "UCX_TLS=tcp"], settings=["model.path=/nowhere"])
+        assert await asyncio.to_thread(cluster.processes[name].wait) == 1
+        assert "/nowhere" in (tmp_path / "decode.log").read_text()
+    finally:
+        await cluster.stop()
