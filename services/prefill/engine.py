@@ -238,8 +238,9 @@ class PrefillEngine:
     def _copy_last_pages(self, requests: Sequence[Request]) -> None:
         """Each choice will write behind the prompt: a page a choice, whose sole holder is still the request."""
         pages = self._kv.memory.pages
-        for prompt in [request.prompt for request in requests if request.prompt.copies]:
-            pages[prompt.copies] = pages[prompt.pages[-1]]
+        for prompt in [request.prompt for request in requests]:
+            for copy in prompt.copies:
+                pages[copy].copy_(pages[prompt.pages[-1]])
 
     def _commit(self, chunk: Chunk) -> None:
         """A chunk is computed: its full pages are final."""

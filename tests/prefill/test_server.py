@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from proto.baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.kv.messages import PeerRank, RequestKey
-from services.prefill.messages import Cancel, ChoiceDone, Command, LeaseOver, RedirectDone, Run, RunDone, RunFailed
+from services.prefill.messages import Cancel, ChoiceDone, Command, LeaseOver, Redirect, RedirectDone, Run, RunDone, RunFailed
 from services.prefill.server import PrefillService
 from services.runtime.ipc import Up
 
@@ -261,3 +261,121 @@ async def test_an_event_that_is_no_reply_fails_its_request_alone(rig: Rig, event
     assert not reply.outcome.ok and reply.outcome.reason == common_pb2.INTERNAL and "cannot be sent" in reply.outcome.message
     rig.emit(done(keys["good"], leased=False))
     assert (await good).outcome.ok and rig.service.num_active() == 0
+
+
+async def test_choices_come_back_each_with_its_token(rig: Rig):
+    readers = [common_pb2.Rank(instance_id=f"d{i}", pool_address="h:1", rank=i, peer=b"blob") for i in range(3)]
+    call = rig.stub.Run(request(n=3, first_choice=4, readers=readers))
+    run = await rig.rank.sent.get()
+    assert isinstance(run, Run) and (run.key, run.n) == (RequestKey("r", 4, 2), 3)
+    assert [reader.instance_id for reader in run.readers] == ["d0", "d1", "d2"] and [key.choice for key in run.keys] == [4, 5, 6]
+    event = done(run.key, n=3)
+    ended = msgspec.structs.replace(event.choices[1], finish_reason=common_pb2.STOP, leased=False)
+    rig.emit(msgspec.structs.replace(event, choices=(event.choices[0], ended, event.choices[2])))
+    reply = await call
+    assert [(first.choice, first.token.id, first.finish_reason) for first in reply.first_tokens] == [(4, 42, 0), (5, 43, 1), (6, 44, 0)]
+    assert rig.service.num_active() == 2
+    assert (await rig.stub.Run(request(first_choice=6))).outcome.reason == common_pb2.STALE_ATTEMPT, "that choice is leased"
+    for choice in (4, 6):
+        rig.emit(LeaseOver(RequestKey("r", choice, 2), 0, ""))
+    assert rig.service.num_active() == 0
+
+
+def redirect(**changes: object) -> prefill_pb2.RedirectRequest:
+    """A good redirect to attempt 3 of the good request's choice."""
+    made = prefill_pb2.RedirectRequest(
+        key=common_pb2.RequestKey(request_id="r", choice=0, attempt=3), instance_id="i0", fingerprint="ff",
+        reader=common_pb2.Rank(instance_id="d1", role="decode", pool_address="h:2", rank=1, peer=b"other"),
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        target = made
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+    return made
+
+
+@pytest.mark.parametrize("state", ["computing", "leased"])
+@pytest.mark.parametrize("draining", [False, True])
+async def test_a_redirect_gives_the_hand_off_another_reader(rig: Rig, state: str, draining: bool):
+    call = rig.stub.Run(request())
+    run = await rig.rank.sent.get()
+    if state == "leased":
+        rig.emit(done(run.key))
+        await call
+    if draining:
+        rig.service.drain()
+    asked = rig.stub.Redirect(redirect())
+    command = await rig.rank.sent.get()
+    second = RequestKey("r", 0, 3)
+    assert command == Redirect(key=second, instance_id="i0", reader=PeerRank(instance_id="d1", address="h:2", rank=1, peer=b"other"))
+    rig.emit(RedirectDone(second, run.key, 0, ""))
+    assert (await asked).outcome == prefill_pb2.RequestOutcome(ok=True)
+    if state == "computing":  # the call in flight answers as ever
+        rig.emit(msgspec.structs.replace(done(second), key=run.key))
+        assert (await call).first_tokens[0].token.id == 42
+    assert rig.service.num_active() == 1
+    rig.emit(LeaseOver(second, 0, ""))
+    assert rig.service.num_active() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "says"),
+    [
+        ({"instance_id": "old"}, common_pb2.STALE_INSTANCE, "old is not up here; up are: i0"),
+        ({"fingerprint": "ee"}, common_pb2.FINGERPRINT_MISMATCH, "ee and this rank's is ff"),
+    ],
+)
+async def test_redirects_that_the_front_refuses(rig: Rig, changes: dict[str, object], reason: int, says: str):
+    reply = await rig.stub.Redirect(redirect(**changes))
+    assert (reply.outcome.ok, reply.outcome.reason) == (False, reason) and says in reply.outcome.message and rig.rank.sent.empty()
+
+
+async def test_redirects_that_the_engine_refuses_or_dies_of(rig: Rig):
+    for reason in (common_pb2.UNKNOWN_REQUEST, common_pb2.STALE_ATTEMPT, common_pb2.FENCED):
+        asked = rig.stub.Redirect(redirect())
+        command = await rig.rank.sent.get()
+        assert (await rig.stub.Redirect(redirect())).outcome.reason == common_pb2.STALE_ATTEMPT, "one at a time"
+        rig.emit(RedirectDone(command.key, None, reason, "why"))  # pyright: ignore[reportAttributeAccessIssue]
+        assert (await asked).outcome == prefill_pb2.RequestOutcome(reason=reason, message="why")  # pyright: ignore[reportArgumentType]
+    asked = rig.stub.Redirect(redirect())
+    await rig.rank.sent.get()
+    rig.rank.up = None
+    rig.service.on_down(rig.rank, "i0")  # pyright: ignore[reportArgumentType]
+    assert (await asked).outcome.reason == common_pb2.ENGINE_DIED and rig.service.num_active() == 0
+
+
+@pytest.mark.parametrize("changes", [{"key__request_id": ""}, {"key__choice": 128}, {"reader__instance_id": ""}])
+async def test_a_malformed_redirect_is_a_status(rig: Rig, changes: dict[str, object]):
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await rig.stub.Redirect(redirect(**changes))
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert next(iter(changes)).replace("__", ".") in (error.value.details() or "") and rig.rank.sent.empty()
+
+
+async def test_cancelling_a_redirect_gives_the_hand_off_up(rig: Rig):
+    asked = rig.stub.Redirect(redirect())
+    command = await rig.rank.sent.get()
+    asked.cancel()
+    cancel = await rig.rank.sent.get()
+    assert isinstance(cancel, Cancel) and (cancel.key, cancel.reason) == (command.key, common_pb2.CANCELLED)  # pyright: ignore[reportAttributeAccessIssue]
+    rig.emit(RedirectDone(cancel.key, None, common_pb2.UNKNOWN_REQUEST, ""))
+    again = rig.stub.Redirect(redirect())
+    assert isinstance(await rig.rank.sent.get(), Redirect)
+    again.cancel()
+
+
+async def test_a_renewed_agent_keeps_what_its_process_runs(rig: Rig):
+    """The rank has another instance id; what it still runs is cancelled by the same way, and ends with the process."""
+    call = rig.stub.Run(request(readers=[], fingerprint=""))
+    run = await rig.rank.sent.get()
+    other = rig.stub.Run(request(request_id="other", readers=[], fingerprint=""))
+    await rig.rank.sent.get()
+    rig.rank.up = msgspec.structs.replace(UP, instance_id="i1")
+    call.cancel()
+    cancel = await rig.rank.sent.get()
+    assert isinstance(cancel, Cancel) and cancel.key == run.key
+    rig.rank.up = None
+    rig.service.on_down(rig.rank, "i1")  # pyright: ignore[reportArgumentType]
+    assert (await other).outcome.reason == common_pb2.ENGINE_DIED and rig.service.num_active() == 0
