@@ -4,7 +4,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 
-.PHONY: help setup demo up test test-slow check bench proto clean
+.PHONY: help setup demo up test test-slow check bench chaos bench-chaos proto clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,12 @@ check: $(READY) ## lint, types, layers, generated protos
 
 bench: $(READY) ## measure; writes tests/bench/results/*.json
 	@$(PY) -m tests.bench
+
+chaos: $(READY) ## load and faults on a cluster, verified; exit code 1 on any breach; SEED=1 MINUTES=3
+	@$(PY) -m services.doctor.chaos --seed $(or $(SEED),1) --minutes $(or $(MINUTES),3)
+
+bench-chaos: $(READY) ## thirty minutes of it; writes tests/bench/results/chaos.json
+	@$(PY) -m tests.bench chaos
 
 proto: $(READY) ## regenerate the files beside proto/baton/v1/*.proto
 	@$(PY) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. proto/baton/v1/*.proto

@@ -7,6 +7,7 @@ import torch
 
 from services.decode.forward import DecodeForward
 from services.decode.request import RequestSpec
+from services.doctor.oracle import Tally, check_stream
 from services.kv.layout import KvLayout
 from services.model.loader import load_weights
 from services.model.params import SamplingParams
@@ -15,7 +16,6 @@ from services.model.reference import Reference
 from services.model.sampling import RowState, sample
 from services.prefill.forward import PrefillChunk, PrefillForward
 from tests.decode.rig import Rig
-from services.doctor.oracle import Tally, check_stream
 from tests.tiny_model import YARN, random_tensors, tiny_config, tiny_raw, write_checkpoint
 
 RAW = {"max_position_embeddings": 512, "rope_scaling": YARN}

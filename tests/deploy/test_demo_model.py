@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from deploy.demo_model.data import DROPPED, assert_no_leak, clean, split_of
 from deploy.demo_model.fp8 import FP8_MAX, dequantize_blocks, quantize_blocks
-from services.model.reference import Cache
 from services.doctor.oracle import DEMO_MODEL, demo_reference
+from services.model.reference import Cache
 
 EXCERPT = (Path(__file__).parent / "macbeth_excerpt.txt").read_text()
 CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from services.doctor.oracle import Tally, check_stream, compare, flip_gap
 from services.model.params import SamplingParams
 from services.model.reference import Reference
 from services.model.sampling import RowState
-from services.doctor.oracle import Tally, check_stream, compare, flip_gap
 from tests.tiny_model import random_tensors, tiny_config
 
 PARAMS = {

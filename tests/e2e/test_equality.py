@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from services.doctor.oracle import Tally, check_stream, demo_reference
 from services.model.params import SamplingParams
 from tests.e2e.conftest import RigFactory
 from tests.e2e.rig import Answer, Rig, generate_all
-from services.doctor.oracle import Tally, check_stream, demo_reference
 
 MAX_MODEL_LEN = 4096
 EDGES = (1, 2, 63, 64, 65, 127, 128, 129)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from services.doctor.oracle import DEMO_MODEL, Tally, check_stream
 from services.model.config import load_config
 from services.model.loader import load_tensors
 from services.model.params import SamplingParams
 from services.model.reference import Reference
 from tests.e2e.rig import Rig, generate_all
 from tests.families import ORIGINAL_LENGTH, write_family
-from services.doctor.oracle import DEMO_MODEL, Tally, check_stream
 
 NUM_OUTPUT = 12
 LENGTHS = (1, 64, 65, 130, 200, 300)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
+from services.doctor.oracle import DEMO_MODEL, demo_reference
 from services.model.config import load_config
 from services.model.export import write_fp32_folder
 from services.model.loader import load_weights
 from tests.model.test_reference import transformers_logits
-from services.doctor.oracle import DEMO_MODEL, demo_reference
 
 
 def test_logits_equal_transformers_beyond_the_original_length(tmp_path: Path) -> None:
