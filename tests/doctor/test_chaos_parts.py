@@ -97,7 +97,8 @@ def test_verifier_finds(right: Job, fault, sentence: str) -> None:
 
 def outcome(number: int, fate: str = "completed", began: float = 0.0, ended: float = 10.0, num_tokens: int = 70, **fields) -> Outcome:
     draw = Draw(Template(PROMPT, PARAMS), "")
-    finished = generation_pb2.Finished(reason=common_pb2.LENGTH)
+    usage = generation_pb2.Usage(prompt_tokens=len(PROMPT), completion_tokens=num_tokens)
+    finished = generation_pb2.Finished(reason=common_pb2.LENGTH, usage=usage)
     seen = Seen(0, list(range(num_tokens)), [], "", finished if fate == "completed" else None)
     return Outcome(number, draw, began, fate, ended, choices=[seen], arrivals=[began + 1, ended], **fields)
 
@@ -138,6 +139,7 @@ def test_share_counts_neither_the_vanished_nor_those_without_a_pool() -> None:
     (lambda found: found.leaked.update(abc="decode: 3 of 40 pages"), "abc: decode: 3 of 40 pages"),
     (lambda found: found.hung.append("decode-4"), "decode-4 did not end"),
     (lambda found: found.fired.append(Fired("drain", "decode", "decode", 1.0, breach="decode had not left")), "decode had not left"),
+    (lambda found: found.outcomes[1].choices[0].token_ids.pop(), "usage is (41, 70), but (41, 69) came"),
     (lambda found: found.outcomes[0].cut_short.append(Seen(0, [5, 6])), "were not repeated"),
 ])  # fmt: skip
 def test_breaches(change, sentence: str) -> None:

@@ -7,6 +7,7 @@ A fault is armed where a short window matters: it strikes when its victim report
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,6 +21,7 @@ from services.runtime.supervisor import HEARTBEAT_S
 
 KINDS = ("sigkill", "sigstop", "partition", "restart", "slow reader", "router death", "drain", "page pressure")
 ARM_S = 2.0
+SPARE_S = 8.0  # a pool's last serving rank is struck only after waiting this long for another one
 BACK_S = 60.0  # a rank that is not back by then is a breach
 _SHORT_S, _LONG_S = HEARTBEAT_S / 2, HEARTBEAT_S + 5.0
 _NUM_SLOW, _NUM_LONG = 4, 10
@@ -55,10 +57,12 @@ class Faults:
     """Strikes the stage; `fired` lists what happened."""
 
     def __init__(self, stage: Stage, load: Load, deal: Deal) -> None:
+        """The order of a kind's variants is the seed's, but for the first: those are what a short run must have seen."""
         self.fired: list[Fired] = []
         self._stage, self._load, self._deal = stage, load, deal
         self._victims, self._variants = Rotation(), Rotation()
-        self._tables = self._make_tables()
+        draw = random.Random(deal.seed)
+        self._tables = {kind: (first, *draw.sample(rest, len(rest))) for kind, (first, *rest) in self._make_tables().items()}
 
     def kinds(self) -> list[str]:
         """Those that can be had here."""
@@ -72,6 +76,7 @@ class Faults:
             await variant.act(self._stage.nodes[0], fired)
             fired.back = time.monotonic()
             return
+        await until(lambda: len(self._stage.whole(variant.role)) > 1, SPARE_S)
         node = self._victims.take(self._stage.whole(variant.role) or self._stage.whole() or self._stage.nodes)
         if node.fault:
             await until(lambda: not node.fault, BACK_S)
@@ -95,7 +100,7 @@ class Faults:
             "sigkill": (
                 Variant("decode engine while it fetches", "decode", self._kill_engine, "num_claims"),
                 Variant("prefill engine while it holds leases", "prefill", self._kill_engine, "num_leased_pages"),
-                Variant("decode front", "decode", self._kill_front),
+                Variant("decode front while it fetches", "decode", self._kill_front, "num_claims"),
                 Variant("prefill engine while it computes", "prefill", self._kill_engine, "num_queued_tokens"),
                 Variant("decode engine", "decode", self._kill_engine),
                 Variant("prefill front", "prefill", self._kill_front),
@@ -117,7 +122,7 @@ class Faults:
                 Variant("prefill node, short", "prefill", self._cut(_SHORT_S), "num_leased_pages"),
             ),
             "restart": (
-                Variant("decode front killed, at once again", "decode", self._restart_killed),
+                Variant("decode front killed while it fetches, at once again", "decode", self._restart_killed, "num_claims"),
                 Variant("prefill front ended by a second signal", "prefill", self._restart_ended),
                 Variant("prefill front killed, at once again", "prefill", self._restart_killed),
                 Variant("decode front ended by a second signal", "decode", self._restart_ended),

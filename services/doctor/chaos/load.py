@@ -23,6 +23,7 @@ from services.runtime.serve import ERROR_KEY, open_channel
 SILENCE_S = 90.0  # a stream silent for longer hangs: 60 s for a member to come, the rest for finding out and computing
 _MAX_FAILOVERS = 20
 _HEALTH_S = 0.2
+_AFTER_FAILURE_S = 0.5  # a client that was refused does not come back at once
 
 Fate = Literal["running", "completed", "failed", "vanished", "hung"]
 
@@ -101,7 +102,7 @@ class Load:
     def __init__(self, routers: Routers, deal: Deal, num_clients: int, on_end: Callable[[Outcome], None]) -> None:
         self.outcomes: list[Outcome] = []
         self._routers, self._deal, self._num_clients, self._on_end = routers, deal, num_clients, on_end
-        self._extra: set[asyncio.Task[None]] = set()
+        self._extra: set[asyncio.Task[Outcome]] = set()
         self._stopping = False
 
     async def run(self) -> None:
@@ -126,9 +127,11 @@ class Load:
 
     async def _loop(self) -> None:
         while not self._stopping:
-            await self._one(self._deal.next())
+            outcome = await self._one(self._deal.next())
+            if outcome.fate == "failed":
+                await asyncio.sleep(_AFTER_FAILURE_S)
 
-    async def _one(self, draw: Draw) -> None:
+    async def _one(self, draw: Draw) -> Outcome:
         outcome = Outcome(len(self.outcomes), draw, time.monotonic())
         self.outcomes.append(outcome)
         fate: Fate = "failed"
@@ -137,6 +140,7 @@ class Load:
         finally:
             outcome.fate, outcome.ended = fate, time.monotonic()
             self._on_end(outcome)
+        return outcome
 
     async def _serve(self, outcome: Outcome) -> Fate:
         """Send and read, at another replica when one goes away."""

@@ -58,6 +58,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, dict[str, int]]  # kind -> variant -> times
     left_out: tuple[str, ...]  # kinds that cannot be had here
     paths: dict[str, int]
+    num_retries: int  # that the router counted
     reasons: dict[str, int]
     tokens: dict[str, int]  # compared, excused, wrong streams, repeated after a router's death
     stream_recovery: Spread  # from the fault to the next token of each stream that it hit
@@ -103,6 +104,7 @@ class Findings:
             seed=self.seed, minutes=self.minutes, requests=requests, completed_share=share,
             errors=dict(Counter(_short(outcome.error) for outcome in self.outcomes if outcome.fate in ("failed", "hung"))),
             faults=self._faults(), left_out=tuple(kind for kind in KINDS if kind not in self.kinds), paths=paths,
+            num_retries=sum(line.num_retries for outcome in self.outcomes for line in outcome.timelines),
             reasons=dict(Counter(common_pb2.Reason.Name(recovery.reason) for recovery in recoveries)),
             tokens={
                 "compared": sum(verdict.num_tokens for verdict in self.verdicts),
@@ -169,10 +171,11 @@ class Findings:
         if self.num_unverified:
             found.append(f"{self.num_unverified} streams were not compared: the verifying process ended")
         excused = {verdict.number for verdict in self.verdicts if verdict.excused}
-        for outcome in self.outcomes:
-            if outcome.fate == "completed" and outcome.number not in excused and not _repeats(outcome):
-                found.append(f"request {outcome.number}: tokens seen before its router died were not repeated as they were")
-        return found
+        completed = [outcome for outcome in self.outcomes if outcome.fate == "completed"]
+        found += _at_most([f"request {outcome.number}: tokens seen before its router died were not repeated as they were"
+                           for outcome in completed if outcome.number not in excused and not _repeats(outcome)])
+        return [*found, *_at_most([f"request {outcome.number}: usage is {used}, but {came} came"
+                                   for outcome in completed for used, came in _usage(outcome) if used != came])]
 
     def _not_over(self) -> list[str]:
         """Streams, pages and processes."""
@@ -193,6 +196,12 @@ def _is_long(outcome: Outcome) -> bool:
 def _repeats(outcome: Outcome) -> bool:
     """Whether every stream cut short begins one of the final ones."""
     return all(outcome.choices[seen.choice].token_ids[: len(seen.token_ids)] == seen.token_ids for seen in outcome.cut_short)
+
+
+def _usage(outcome: Outcome) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Of each choice: prompt and output tokens as told, and as they were."""
+    return [((seen.finished.usage.prompt_tokens, seen.finished.usage.completion_tokens),
+             (len(outcome.draw.template.prompt_ids), len(seen.token_ids))) for seen in outcome.choices if seen.finished is not None]
 
 
 def _short(error: str) -> str:

@@ -13,7 +13,7 @@ def describe(report: Report) -> str:
         "faults:",
         *(f"  {kind:14} {sum(variants.values()):4}  {_counts(variants)}" for kind, variants in report.faults.items()),
         *(f"  {kind:14} left out: it cannot be had here" for kind in report.left_out),
-        f"paths: {_counts(report.paths)}; because of {_counts(report.reasons) or 'nothing'}",
+        f"paths: {_counts(report.paths)}; because of {_counts(report.reasons) or 'nothing'}; {report.num_retries} retries spent",
         f"tokens: {_counts(report.tokens)}",
         f"next token of a stream that a fault hit: {_seconds(report.stream_recovery)}",
         f"all ranks serving after a fault: {_seconds(report.rank_recovery)}; after its end: {_seconds(report.rank_recovery_after_release)}",
