@@ -49,9 +49,10 @@ class Draining(NamedTuple):
 
 
 class TimerFired(NamedTuple):
-    """A timer of the request itself; `name` is "deadline", "settle" or one of the move's."""
+    """A timer of the request itself; `name` is "deadline", "settle" or one of move.py's."""
 
     name: str
+    number: int = 0  # what the timer is about: a move's newest attempt
 
 
 MoveReply: TypeAlias = decode_pb2.Granted | decode_pb2.CaughtUp | decode_pb2.Paused | decode_pb2.Resumed
@@ -60,15 +61,15 @@ Event: TypeAlias = StepSlice | PrefillDone | RedirectDone | RankFailed | Drainin
 
 
 class Mailbox:
-    """Events of one request. One coroutine takes them; putting never waits and never makes a task."""
+    """Events of one choice of a request. One coroutine takes them; putting never waits and never makes a task."""
 
-    def __init__(self, max_tokens: int, on_overflow: Callable[[], object]) -> None:
-        """`on_overflow` is called once, when more than `max_tokens` tokens wait to be taken."""
+    def __init__(self, max_tokens: int) -> None:
+        """`on_overflow`, set by the taker, is called once, when more than `max_tokens` tokens wait to be taken."""
         self._events: list[Event] = []
         self._num_tokens = 0
         self._max_tokens = max_tokens
-        self._on_overflow = on_overflow
         self._waiter: asyncio.Future[None] | None = None
+        self.on_overflow: Callable[[], object] | None = None
         self.overflowed = False
 
     def put(self, event: Event) -> None:
@@ -77,7 +78,8 @@ class Mailbox:
             self._num_tokens += len(event.token_ids)
             if self._num_tokens > self._max_tokens and not self.overflowed:
                 self.overflowed = True
-                self._on_overflow()
+                if self.on_overflow is not None:
+                    self.on_overflow()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -92,6 +94,7 @@ class Mailbox:
         events, self._events, self._num_tokens = self._events, [], 0
         return events
 
-    def clear(self) -> None:
-        """Forget what waits: it belongs to an attempt that is over."""
-        self._events, self._num_tokens = [], 0
+    def put_back(self, events: Sequence[Event]) -> None:
+        """The taker stopped before these: they are the next."""
+        self._events[:0] = events
+        self._num_tokens += sum(len(event.token_ids) for event in events if isinstance(event, StepSlice))

@@ -1,4 +1,4 @@
-"""What a request has produced: every token once, in order, whatever rank or attempt it came from; and the text of it.
+"""What one choice of a request has produced: every token once, in order, whatever rank or attempt it came from; and the text of it.
 
 It outlives attempts: after a replay text, stop strings and counts go on where they were.
 """
@@ -24,10 +24,10 @@ class Gap(Exception):
 
 
 class Output:
-    """Tokens of one request. `accept` takes them, `take_delta` gives what is new to the client."""
+    """Tokens of one choice. `accept` takes them, `take_delta` gives what is new to the client."""
 
-    def __init__(self, request: Request, token_bytes: Sequence[bytes]) -> None:
-        self._request = request
+    def __init__(self, request: Request, token_bytes: Sequence[bytes], choice: int = 0) -> None:
+        self._request, self._choice = request, choice
         self._text = TextStream(token_bytes, request.stops, request.include_stop_str)
         self._wants_logprobs = request.params.logprobs >= 0
         self._new_text: list[str] = []
@@ -88,7 +88,7 @@ class Output:
         ids = self.token_ids[self._num_shown :]
         if not ids and not self._new_text:
             return None
-        delta = generation_pb2.Delta(text="".join(self._new_text), token_ids=ids, tokens=self._new_tokens)
+        delta = generation_pb2.Delta(choice=self._choice, text="".join(self._new_text), token_ids=ids, tokens=self._new_tokens)
         self._num_shown = len(self.token_ids)
         self._new_text, self._new_tokens = [], []
         return generation_pb2.GenerateReply(delta=delta)

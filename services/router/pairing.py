@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from services.router.policy import DecodeView, PrefillView, choose_decode, choose_prefill
 from services.router.pool import Pool, RankState
-from services.router.validate import Limits
+from services.router.validate import Limits, Request
 from services.runtime.errors import NoMember
 
 
@@ -31,6 +31,12 @@ class Pair(NamedTuple):
     reason: str
 
 
+def need_of(request: Request, num_sent: int, model: tuple[str, Limits] | None, avoid: Collection[str]) -> Need:
+    """What `request` needs after `num_sent` output tokens."""
+    num_prompt_tokens, max_tokens = len(request.prompt_ids), request.params.max_tokens
+    return Need(request.digests, num_prompt_tokens + num_sent, num_prompt_tokens + max_tokens, max_tokens - num_sent > 1, model, avoid)
+
+
 def choose_pair(pool: Pool, need: Need) -> Pair:
     """Decode first, then prefill. Raises NoMember naming the pool that is empty."""
     prefills, decodes = _candidates(pool, need)
@@ -38,15 +44,9 @@ def choose_pair(pool: Pool, need: Need) -> Pair:
     decode: RankState | None = None
     reason = "no decode"
     if need.has_decode:
-        views = [
-            DecodeView(state.instance_id, state.group, index.num_hit_tokens(state.instance_id, need.digests, now),
-                       state.num_tokens, state.num_requests, state.max_running, state.cool_down.is_on(now))
-            for state in _prefer(decodes, need.avoid)
-        ]
-        choice = choose_decode(views, need.num_prompt_tokens, draw)
-        decode = next(state for state in decodes if state.instance_id == choice.instance_id)
+        decode, why = _choose_decode(pool, decodes, need, draw, now)
         prefills = [state for state in prefills if state.model == decode.model]
-        reason = f"decode: {choice.reason}"
+        reason = f"decode: {why}"
     hits = {state.instance_id: index.num_hit_tokens(state.instance_id, need.digests, now) for state in prefills}
     candidates = _prefer(prefills, need.avoid)
     choice = choose_prefill(
@@ -57,11 +57,31 @@ def choose_pair(pool: Pool, need: Need) -> Pair:
     return Pair(prefill, decode, need.num_prompt_tokens - hits[prefill.instance_id], f"prefill: {choice.reason}; {reason}")
 
 
+def choose_reader(pool: Pool, need: Need, exclude: Collection[str]) -> RankState | None:
+    """A decode rank of `need.model` for pages that are there already, none of `exclude`; None when there is none."""
+    decodes = [state for state in pool.usable("decode") if _fits(state, need) and state.instance_id not in exclude]
+    return _choose_decode(pool, decodes, need, random.getrandbits(32), time.monotonic())[0] if decodes else None
+
+
+def _choose_decode(pool: Pool, decodes: Sequence[RankState], need: Need, draw: int, now: float) -> tuple[RankState, str]:
+    """One of `decodes` (at least one), and why."""
+    views = [
+        DecodeView(state.instance_id, state.group, pool.index.num_hit_tokens(state.instance_id, need.digests, now),
+                   state.num_tokens, state.num_requests, state.max_running, state.cool_down.is_on(now))
+        for state in _prefer(decodes, need.avoid)
+    ]
+    choice = choose_decode(views, need.num_prompt_tokens, draw)
+    return next(state for state in decodes if state.instance_id == choice.instance_id), choice.reason
+
+
+def _fits(state: RankState, need: Need) -> bool:
+    return need.model in (None, state.model) and state.limits.max_model_len >= need.num_total_tokens
+
+
 def _candidates(pool: Pool, need: Need) -> tuple[list[RankState], list[RankState]]:
     """Usable ranks of models that fit. Raises NoMember when a role that is needed has none."""
     prefills, decodes = (
-        [state for state in pool.usable(role) if need.model in (None, state.model) and state.limits.max_model_len >= need.num_total_tokens]
-        for role in ("prefill", "decode")
+        [state for state in pool.usable(role) if _fits(state, need)] for role in ("prefill", "decode")
     )
     empty = [role for role, ranks, needed in (("prefill", prefills, True), ("decode", decodes, need.has_decode)) if needed and not ranks]
     if empty:

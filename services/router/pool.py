@@ -202,6 +202,10 @@ class Pool:
         task.add_done_callback(self._closing.discard)
         logger.info("%s rank %s (%s) is gone", state.rank.role, state.name, state.instance_id)
 
+    def is_member(self, instance_id: str) -> bool:
+        """Whether this engine incarnation is known, though it may take nothing new."""
+        return instance_id in self._ranks
+
     def is_draining(self, role: str) -> bool:
         """Whether ranks of `role` are about to leave."""
         return any(state.rank.role == role and state.is_leaving for state in self._ranks.values())

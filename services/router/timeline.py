@@ -1,33 +1,60 @@
-"""Where one request's time went, as its last message tells: usage counts each token once, whatever was retried or replayed."""
+"""Where one choice's time went, as its last message tells: usage counts each token once, whatever was retried, replayed or moved."""
 
 import time
 
-from proto.baton.v1 import decode_pb2, generation_pb2, prefill_pb2
+from proto.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 from services.router.output import Ending, Output
 from services.router.pairing import Pair
+from services.router.pool import RankState
 from services.router.validate import Request
+from services.runtime.telemetry import RECOVERIES, reason_name
 
 
 class TimelineRecord:
     """Filled in by dispatch as things happen; monotonic seconds."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, choice: int) -> None:
+        self._request, self._choice = request, choice
         self._received_at = request.received_at
         self._called_at = 0.0  # Prefill.Run of the current attempt
         self._first_at = 0.0  # first token given to the client
         self._last_at = 0.0
         self._ready_at = 0.0
         self._num_cached_tokens = 0
-        self._pair: Pair | None = None
         self._message = generation_pb2.Timeline()
         self._has_prefill = False
+        self._pending: tuple[generation_pb2.Recovery, float] | None = None  # it waits for its first token, since then
         self.num_retries = 0
 
     def called(self, pair: Pair) -> None:
         """A pair was chosen and is being called."""
-        self._pair = pair
         self._called_at = time.monotonic()
+        self._message.prefill_rank = pair.prefill.name
+        self._message.decode_rank = pair.decode.name if pair.decode is not None else ""
+        self._message.routing = pair.reason
+
+    def moved(self, decode: RankState) -> None:
+        """Another decode rank has it."""
+        self._message.decode_rank = decode.name
+
+    def recover(
+        self, path: generation_pb2.Recovery.Path, reason: common_pb2.Reason, role: str, num_tokens: int, *, is_free: bool
+    ) -> generation_pb2.Recovery:
+        """An attempt after the first begins, on `path`, because the one before it ended for `reason`."""
+        self.num_retries += not is_free
+        RECOVERIES.labels(generation_pb2.Recovery.Path.Name(path).lower(), reason_name(reason)).inc()
+        return self._message.recoveries.add(path=path, reason=reason, role=role, num_tokens=num_tokens, is_free=is_free)
+
+    def await_token(self, recovery: generation_pb2.Recovery, since: float) -> None:
+        """The next token is what `recovery` brought, `since` = when tokens stopped."""
+        self._pending = recovery, since
+
+    def progressed(self) -> None:
+        """A token came that was not there before."""
+        if self._pending is not None:
+            recovery, since = self._pending
+            recovery.us = max(_us(time.monotonic() - since), 1)  # 0 = it brought none
+            self._pending = None
 
     def prefilled(self, reply: prefill_pb2.PrefillReply, is_replay: bool) -> None:
         """Prefill's times and cache hits: of the attempt that made the first token; a replay counts nothing."""
@@ -53,7 +80,7 @@ class TimelineRecord:
 
     def finished(self, output: Output, ending: Ending) -> generation_pb2.GenerateReply:
         """The last message."""
-        finished = generation_pb2.Finished(reason=ending.reason, timeline=self._timeline(output.num_tokens))
+        finished = generation_pb2.Finished(choice=self._choice, reason=ending.reason, timeline=self._timeline(output.num_tokens))
         if ending.stop_token_id is not None:
             finished.stop_token_id = ending.stop_token_id
         elif ending.stop_string:
@@ -69,10 +96,6 @@ class TimelineRecord:
         message.decode_us = _us(self._last_at - self._ready_at) if self._ready_at else 0
         message.tpot_us = _us((self._last_at - self._first_at) / (num_tokens - 1)) if num_tokens > 1 else 0
         message.num_retries = self.num_retries
-        if self._pair is not None:
-            message.prefill_rank = self._pair.prefill.name
-            message.decode_rank = self._pair.decode.name if self._pair.decode is not None else ""
-            message.routing = self._pair.reason
         return message
 
 

@@ -19,6 +19,7 @@ from services.router.chat import ChatTemplate, Message
 from services.router.tokenizer import Tokenizer
 from services.runtime.errors import Amount, InvalidRequest
 
+MAX_CHOICES = 16  # of one request: each takes a place at a decode rank
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_NAME_CHARACTERS = 256
@@ -40,6 +41,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     digests: list[bytes]  # of the prompt's pages, services/kv/hash.py
     salt: bytes
     params: SamplingParams
+    n: int  # choices
     end_ids: frozenset[int]  # EOS ids and stop token ids that end it
     stops: tuple[str, ...]
     include_stop_str: bool
@@ -63,6 +65,7 @@ def validate(
         digests=page_digests(prompt_ids, salt),
         salt=salt,
         params=params,
+        n=message.n if message.HasField("n") else 1,
         end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids)),
         stops=_stops(message),
         include_stop_str=message.include_stop_str,
@@ -71,8 +74,8 @@ def validate(
 
 
 def _check_supported(message: generation_pb2.GenerateRequest) -> None:
-    if message.HasField("n") and message.n != 1:
-        raise InvalidRequest("n", message.n, "only 1 choice a request is supported yet")
+    if message.HasField("n") and not 1 <= message.n <= MAX_CHOICES:
+        raise InvalidRequest("n", message.n, f"a request has 1 to {MAX_CHOICES} choices")
     if message.priority:
         raise InvalidRequest("priority", message.priority, "only 0 is supported yet")
     for field in ("client_request_id", "tenant"):

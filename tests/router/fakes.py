@@ -27,10 +27,23 @@ class Script(Protocol):
     @property
     def router_address(self) -> str: ...
     def usable(self, role: str) -> set[str]: ...
-    def token(self, index: int) -> common_pb2.Token: ...
-    def finish(self, index: int, sampling: common_pb2.Sampling) -> common_pb2.FinishReason: ...
+    def token(self, index: int, choice: int = 0) -> common_pb2.Token: ...
+    def finish(self, index: int, sampling: common_pb2.Sampling, choice: int = 0) -> common_pb2.FinishReason: ...
     def announce(self, request: prefill_pb2.PrefillRequest) -> None: ...
-    async def announced(self, request_id: str, attempt: int) -> None: ...
+    async def announced(self, request_id: str, attempt: int, choice: int = 0) -> None: ...
+    def lease(self, request: prefill_pb2.PrefillRequest) -> None: ...
+    def redirect(self, request: prefill_pb2.RedirectRequest) -> prefill_pb2.RedirectReply: ...
+    def release(self, key: common_pb2.RequestKey) -> None: ...
+    def moving(self, key: common_pb2.RequestKey, new_attempt: int) -> "FakeMove": ...
+
+
+class FakeMove:
+    """What a scripted source and target of one move say to each other, where real ones share announcements and pages."""
+
+    def __init__(self) -> None:
+        self.started, self.is_over = asyncio.Event(), asyncio.Event()
+        self.paused: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # output tokens then
+        self.is_done = False  # the target has it
 
 
 class FakeRank:
@@ -89,27 +102,47 @@ class FakePrefill(FakeRank, prefill_pb2_grpc.PrefillServicer):
         super().__init__(world, "prefill", index)
         self.server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self)
         self.runs: list[prefill_pb2.PrefillRequest] = []
+        self.redirects: list[prefill_pb2.RedirectRequest] = []
         self.num_cancelled = 0
+        self.serve_redirect: Callable[[prefill_pb2.RedirectRequest], Awaitable[prefill_pb2.RedirectReply]] = self.redirect
         self.serve: Callable[[prefill_pb2.PrefillRequest], Awaitable[prefill_pb2.PrefillReply]] = self.reply
 
     async def Run(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillReply:
         self.runs.append(request)
+        self.world.lease(request)
         try:
             return await self.serve(request)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
 
+    async def Redirect(self, request: prefill_pb2.RedirectRequest, context: Any) -> prefill_pb2.RedirectReply:
+        assert request.instance_id == self.instance_id and request.fingerprint == self.fingerprint
+        self.redirects.append(request)
+        return await self.serve_redirect(request)
+
+    async def redirect(self, request: prefill_pb2.RedirectRequest) -> prefill_pb2.RedirectReply:
+        return self.world.redirect(request)
+
     async def reply(self, request: prefill_pb2.PrefillRequest, cached: int = 0) -> prefill_pb2.PrefillReply:
         self.world.announce(request)
-        index = request.prompt.num_output_tokens
-        first = prefill_pb2.FirstToken(token=self.world.token(index), finish_reason=self.world.finish(index, request.sampling))
+        index, choices = request.prompt.num_output_tokens, range(request.first_choice, request.first_choice + request.n)
+        firsts = [
+            prefill_pb2.FirstToken(
+                choice=choice, token=self.world.token(index, choice), finish_reason=self.world.finish(index, request.sampling, choice)
+            )
+            for choice in choices
+        ]
         outcome = prefill_pb2.RequestOutcome(ok=True)
-        return prefill_pb2.PrefillReply(outcome=outcome, first_tokens=[first], num_cached_tokens=cached, queue_us=1, compute_us=2)
+        return prefill_pb2.PrefillReply(outcome=outcome, first_tokens=firsts, num_cached_tokens=cached, queue_us=1, compute_us=2)
 
 
 def refusal(reason: common_pb2.Reason, message: str = "scripted") -> prefill_pb2.PrefillReply:
     return prefill_pb2.PrefillReply(outcome=prefill_pb2.RequestOutcome(ok=False, reason=reason, message=message))
+
+
+def redirect_refusal(reason: common_pb2.Reason) -> prefill_pb2.RedirectReply:
+    return prefill_pb2.RedirectReply(outcome=refusal(reason).outcome)
 
 
 class DecodeSession:
@@ -127,9 +160,10 @@ class DecodeSession:
         self._sequence += 1
         self.replies.put_nowait(decode_pb2.SessionReply(sequence=self._sequence, **message))
 
-    def ready(self, submit: decode_pb2.Submit, token: common_pb2.Token) -> None:
+    def ready(self, submit: decode_pb2.Submit, token: common_pb2.Token, position: int | None = None) -> None:
+        position = submit.prompt.num_output_tokens if position is None else position
         self.send(ready=decode_pb2.Ready(
-            handle=submit.handle, attempt=submit.key.attempt, position=submit.prompt.num_output_tokens, first_token=token,
+            handle=submit.handle, attempt=submit.key.attempt, position=position, first_token=token,
             transfer=common_pb2.Transfer(num_pages=1, num_bytes=8, transport="fake"),
         ))
 
@@ -148,6 +182,11 @@ class DecodeSession:
     def failed(self, submit: decode_pb2.Submit, reason: common_pb2.Reason) -> None:
         self.send(failed=decode_pb2.RequestFailed(handle=submit.handle, attempt=submit.key.attempt, reason=reason, message="scripted"))
 
+    def say(self, word: type[Any], submit: decode_pb2.Submit, **fields: Any) -> None:
+        """Granted, CaughtUp, Paused or Resumed."""
+        name = {"CaughtUp": "caught_up"}.get(word.__name__, word.__name__.lower())
+        self.send(**{name: word(handle=submit.handle, attempt=submit.key.attempt, **fields)})
+
     def end(self) -> None:
         """Break the session from decode's side."""
         self.replies.put_nowait(None)
@@ -160,7 +199,10 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
         self.sessions: list[DecodeSession] = []
         self.submits: list[decode_pb2.Submit] = []
         self.cancels: list[decode_pb2.Cancel] = []
+        self.moves: list[decode_pb2.Move] = []
+        self.sources: dict[int, Source] = {}  # by handle
         self.tokens_a_step = 1
+        self.step_s = 0.0
         self.serve: Callable[[DecodeSession, decode_pb2.Submit], Awaitable[None]] = self.decode
 
     async def Session(
@@ -178,16 +220,25 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
         finally:
             reader.cancel()
 
+    def drain(self, seconds: int = 60) -> None:
+        """Tell every router that this rank will leave."""
+        self.sessions[-1].send(draining=decode_pb2.Draining(seconds_left=seconds))
+
     async def _read(self, requests: AsyncIterator[decode_pb2.SessionRequest], session: DecodeSession) -> None:
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
             async for request in requests:
                 if request.HasField("submit"):
                     self.submits.append(request.submit)
+                    self.sources[request.submit.handle] = Source(self.world, session, request.submit)
                     tasks[request.submit.handle] = asyncio.ensure_future(self.serve(session, request.submit))
                 elif request.HasField("cancel"):
                     self.cancels.append(request.cancel)
                     tasks[request.cancel.handle].cancel()
+                    self.sources[request.cancel.handle].abort()
+                elif request.HasField("move"):
+                    self.moves.append(request.move)
+                    self.sources[request.move.handle].on(request.move)
         finally:
             for task in tasks.values():
                 task.cancel()
@@ -195,17 +246,86 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
     async def decode(self, session: DecodeSession, submit: decode_pb2.Submit, stop_after: int | None = None) -> None:
         """Claim, get ready, then steps to the request's end; with `stop_after` go silent at that many output tokens."""
         session.send(claimed=decode_pb2.Claimed(handle=submit.handle))
-        await self.world.announced(submit.key.request_id, submit.key.attempt)
-        index = submit.prompt.num_output_tokens
-        session.ready(submit, self.world.token(index))
-        while not (reason := self.world.finish(index, submit.sampling)):
+        if submit.is_move:
+            index = await self.pull(session, submit)
+        else:
+            await self.world.announced(submit.key.request_id, submit.key.attempt, submit.key.choice)
+            self.world.release(submit.key)
+            index = submit.prompt.num_output_tokens
+            session.ready(submit, self.world.token(index, submit.key.choice))
+        await self.run_on(session, submit, index, stop_after)
+
+    async def pull(self, session: DecodeSession, submit: decode_pb2.Submit) -> int:
+        """A move's target, up to `ready`. Returns the index of the last token of the source."""
+        key = submit.key
+        move = self.world.moving(key, key.attempt)
+        session.say(decode_pb2.Granted, submit)
+        await move.started.wait()
+        session.say(decode_pb2.CaughtUp, submit)
+        index = await move.paused - 1
+        known = [self.world.token(i, key.choice).id for i in range(submit.prompt.num_output_tokens)]
+        assert list(submit.prompt.token_ids)[len(submit.prompt.token_ids) - len(known):] == known and len(known) <= index + 1
+        move.is_done = True
+        move.is_over.set()
+        session.ready(submit, self.world.token(index, key.choice), index)
+        return index
+
+    async def run_on(self, session: DecodeSession, submit: decode_pb2.Submit, index: int, stop_after: int | None = None) -> None:
+        """Steps after token `index`, to the end or until another rank has taken over."""
+        choice, source = submit.key.choice, self.sources[submit.handle]
+        while not (reason := self.world.finish(index, submit.sampling, choice)):
             if stop_after is not None and index + 1 >= stop_after:
+                return
+            if not await source.pause(index + 1):
                 return
             tokens: list[common_pb2.Token] = []
             while len(tokens) < self.tokens_a_step and not reason:
                 index += 1
-                tokens.append(self.world.token(index))
-                reason = self.world.finish(index, submit.sampling)
+                tokens.append(self.world.token(index, choice))
+                reason = self.world.finish(index, submit.sampling, choice)
             session.step(submit, index - len(tokens) + 1, tokens)
-            await asyncio.sleep(0)
-        session.finished(submit, index + 1, reason, self.world.script[index] if reason == common_pb2.STOP else 0)
+            await asyncio.sleep(self.step_s)
+        session.finished(submit, index + 1, reason, self.world.token(index, choice).id if reason == common_pb2.STOP else 0)
+
+
+class Source:
+    """The source's side of the moves of one request."""
+
+    def __init__(self, world: Script, session: DecodeSession, submit: decode_pb2.Submit) -> None:
+        self._world, self._session, self._submit = world, session, submit
+        self._move: FakeMove | None = None
+        self._is_pausing = False
+
+    def on(self, move: decode_pb2.Move) -> None:
+        if move.step == decode_pb2.Move.START:
+            self._move = self._world.moving(self._submit.key, move.new_attempt)
+            self._move.started.set()
+        elif move.step == decode_pb2.Move.PAUSE:
+            self._is_pausing = True
+        elif self._move is not None and not self._move.is_done:
+            self.resume(common_pb2.CANCELLED)
+
+    def resume(self, reason: common_pb2.Reason) -> None:
+        """Run on here, and say so."""
+        move = self._move
+        self.abort()
+        if move is not None:
+            self._session.say(decode_pb2.Resumed, self._submit, reason=reason)
+
+    def abort(self) -> None:
+        move, self._move, self._is_pausing = self._move, None, False
+        if move is not None:
+            move.paused.cancel()
+            move.is_over.set()
+
+    async def pause(self, num_tokens: int) -> bool:
+        """At a step's end, pause if told to. Returns whether the request runs on here."""
+        move = self._move
+        if move is None or not self._is_pausing:
+            return True
+        self._session.say(decode_pb2.Paused, self._submit, num_output_tokens=num_tokens)
+        move.paused.set_result(num_tokens)
+        await move.is_over.wait()
+        if move.is_done:
+            self._session.failed(self._submit, common_pb2.REPLACED)
+        return not move.is_done

@@ -14,7 +14,7 @@ from services.router.server import Router
 from services.runtime.config import parse_config
 from services.runtime.serve import CHANNEL_OPTIONS
 from tests.router.byte_model import BOS, EOS, MAX_MODEL_LEN, ids_of, model_folder
-from tests.router.fakes import FakeDecode, FakePrefill, until
+from tests.router.fakes import FakeDecode, FakeMove, FakePrefill, redirect_refusal, until
 
 
 class World:
@@ -25,7 +25,9 @@ class World:
         self.script: list[int] = ids_of("abcdefghijklmnopqrstuvwxyz" * 4)
         self.prefills: list[FakePrefill] = []
         self.decodes: list[FakeDecode] = []
-        self._announced: dict[tuple[str, int], asyncio.Event] = {}
+        self._announced: dict[tuple[str, int, int], asyncio.Event] = {}  # request, choice, attempt
+        self._leases: dict[tuple[str, int], list[int | bool]] = {}  # request, choice: attempt, whether it is announced
+        self._moving: dict[tuple[str, int, int], FakeMove] = {}
 
     @property
     def router_address(self) -> str:
@@ -34,23 +36,54 @@ class World:
     def usable(self, role: str) -> set[str]:
         return {state.instance_id for state in self.router.pool.usable(role)}
 
-    def token(self, index: int) -> common_pb2.Token:
-        token_id = self.script[index]
+    def token(self, index: int, choice: int = 0) -> common_pb2.Token:
+        """Choice c has the script from its token c on."""
+        token_id = self.script[index + choice]
         return common_pb2.Token(
             id=token_id, logprob=-0.25 * (index + 1), top_logprobs=common_pb2.TopLogprobs(token_ids=[token_id], logprobs=[-0.5])
         )
 
-    def finish(self, index: int, sampling: common_pb2.Sampling) -> common_pb2.FinishReason:
+    def finish(self, index: int, sampling: common_pb2.Sampling, choice: int = 0) -> common_pb2.FinishReason:
         """What a real rank finds about its output token `index`."""
-        if self.script[index] in (set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})):
+        if self.script[index + choice] in (set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})):
             return common_pb2.STOP
         return common_pb2.LENGTH if index + 1 >= sampling.max_tokens else common_pb2.FINISH_UNSPECIFIED
 
-    def announce(self, request: prefill_pb2.PrefillRequest) -> None:
-        self._announced.setdefault((request.request_id, request.attempt), asyncio.Event()).set()
+    def _event(self, request_id: str, attempt: int, choice: int) -> asyncio.Event:
+        return self._announced.setdefault((request_id, choice, attempt), asyncio.Event())
 
-    async def announced(self, request_id: str, attempt: int) -> None:
-        await self._announced.setdefault((request_id, attempt), asyncio.Event()).wait()
+    def lease(self, request: prefill_pb2.PrefillRequest) -> None:
+        for choice in range(request.first_choice, request.first_choice + request.n):
+            self._leases[request.request_id, choice] = [request.attempt, False]
+
+    def announce(self, request: prefill_pb2.PrefillRequest) -> None:
+        """The prompt's pages are there, for whoever is the reader of each choice by now."""
+        for choice in range(request.first_choice, request.first_choice + request.n):
+            lease = self._leases.get((request.request_id, choice), [request.attempt, True])
+            lease[1] = True
+            self._event(request.request_id, lease[0], choice).set()
+
+    async def announced(self, request_id: str, attempt: int, choice: int = 0) -> None:
+        await self._event(request_id, attempt, choice).wait()
+
+    def redirect(self, request: prefill_pb2.RedirectRequest) -> prefill_pb2.RedirectReply:
+        """As prefill does it: UNKNOWN_REQUEST once a reader is ready, STALE_ATTEMPT for one that is no newer."""
+        key = request.key
+        lease = self._leases.get((key.request_id, key.choice))
+        if lease is None:
+            return redirect_refusal(common_pb2.UNKNOWN_REQUEST)
+        if key.attempt <= lease[0]:
+            return redirect_refusal(common_pb2.STALE_ATTEMPT)
+        lease[0] = key.attempt
+        if lease[1]:
+            self._event(key.request_id, key.attempt, key.choice).set()
+        return prefill_pb2.RedirectReply(outcome=prefill_pb2.RequestOutcome(ok=True))
+
+    def release(self, key: common_pb2.RequestKey) -> None:
+        self._leases.pop((key.request_id, key.choice), None)
+
+    def moving(self, key: common_pb2.RequestKey, new_attempt: int) -> FakeMove:
+        return self._moving.setdefault((key.request_id, key.choice, new_attempt), FakeMove())
 
     async def add(self, role: str, **changes: Any) -> Any:
         ranks: list[Any] = self.prefills if role == "prefill" else self.decodes
@@ -93,7 +126,7 @@ class World:
 
 
 class Answer:
-    """All that a client was told."""
+    """All that a client was told of one choice; `choices` of every one."""
 
     def __init__(self) -> None:
         self.request_id = ""
@@ -103,18 +136,29 @@ class Answer:
         self.tokens: list[common_pb2.Token] = []
         self.deltas: list[str] = []
         self.finished: generation_pb2.Finished | None = None
+        self.choices: list[Answer] = [self]
 
     def take(self, reply: generation_pb2.GenerateReply) -> None:
         if reply.HasField("started"):
+            assert not self.request_id, "started comes once"
             self.request_id, self.seed = reply.started.request_id, reply.started.seed
-        elif reply.HasField("delta"):
-            self.text += reply.delta.text
-            self.deltas.append(reply.delta.text)
-            self.token_ids += reply.delta.token_ids
-            self.tokens += reply.delta.tokens
+            return
+        number = reply.delta.choice if reply.HasField("delta") else reply.finished.choice
+        self.choices += [Answer() for _ in range(number + 1 - len(self.choices))]
+        choice = self.choices[number]
+        assert choice.finished is None, "nothing follows finished"
+        if reply.HasField("delta"):
+            choice.text += reply.delta.text
+            choice.deltas.append(reply.delta.text)
+            choice.token_ids += reply.delta.token_ids
+            choice.tokens += reply.delta.tokens
         else:
-            assert self.finished is None
-            self.finished = reply.finished
+            choice.finished = reply.finished
+
+    @property
+    def recoveries(self) -> list[generation_pb2.Recovery]:
+        assert self.finished is not None
+        return list(self.finished.timeline.recoveries)
 
 
 def request_of(prompt: Sequence[int] | None = None, **fields: Any) -> generation_pb2.GenerateRequest:

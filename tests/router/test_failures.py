@@ -8,12 +8,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from proto.baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from proto.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 from services.router import policy
 from tests.router.byte_model import BOS, ids_of
-from tests.router.fakes import DecodeSession, FakeDecode, FakePrefill, refusal, until
+from tests.router.fakes import DecodeSession, FakeDecode, FakePrefill, redirect_refusal, refusal, until
 from tests.router.rig import World, failing, running
 
+Recovery = generation_pb2.Recovery
 PROMPT = [BOS, *ids_of("hello")]
 PATIENCE = 30.0
 
@@ -95,13 +96,14 @@ async def test_decode_lost_before_any_token_starts_over(tmp_path: Path) -> None:
             return await world.prefills[0].reply(request)
 
         async def serve(session: DecodeSession, submit: decode_pb2.Submit) -> None:
-            await until(lambda: len(world.prefills[0].runs) > submit.key.attempt, "prefill is called")
+            await until(lambda: bool(world.prefills[0].runs), "prefill is called")
             if submit.key.attempt == 0:
                 session.failed(submit, common_pb2.OVERLOADED)
             else:
                 await serving_first(world)[1].decode(session, submit)
 
         world.prefills[0].serve = silent_prefill
+        world.prefills[0].serve_redirect = lambda _: asyncio.sleep(0, redirect_refusal(common_pb2.UNKNOWN_REQUEST))
         for decode in world.decodes:
             decode.serve = serve
         answer = await world.generate(max_tokens=4)
@@ -109,6 +111,10 @@ async def test_decode_lost_before_any_token_starts_over(tmp_path: Path) -> None:
         assert world.prefills[0].num_cancelled == 1  # B26, B46: prefill hears of the refusal at once
         assert list(world.prefills[0].runs[1].prompt.token_ids) == PROMPT and world.prefills[0].runs[1].prompt.num_output_tokens == 0
         assert answer.finished is not None and answer.finished.usage.completion_tokens == 4
+        first, second = answer.recoveries  # the refused redirect has been paid for: one retry in all
+        assert (first.path, first.reason, first.is_free, first.us) == (Recovery.REDIRECT, common_pb2.OVERLOADED, False, 0)
+        assert (second.path, second.reason, second.is_free) == (Recovery.RETRY, common_pb2.UNKNOWN_REQUEST, True) and second.us
+        assert answer.finished.timeline.num_retries == 1
 
 
 @pytest.mark.parametrize("how", ["refusal", "status"])

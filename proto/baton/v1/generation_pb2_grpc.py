@@ -50,7 +50,8 @@ class GenerationServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the text of one prompt. Errors are gRPC statuses, also in mid-stream; a clean end always carries `finished`.
+        """Streams the text of one prompt, n choices of it side by side. Errors are gRPC statuses, also in mid-stream: the first choice that fails
+        for good ends the whole stream at once and all is cancelled; a clean end has carried one `finished` a choice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
