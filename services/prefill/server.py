@@ -92,8 +92,18 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if event.former in self._leased:
             self._leased[event.key] = self._leased.pop(event.former)
         redirecting = self._redirecting.pop(event.key, None)
-        if redirecting is not None and not redirecting.outcome.done():
+        if redirecting is None:
+            return
+        if not redirecting.outcome.done():
             redirecting.outcome.set_result(outcome(event.reason, event.message))
+        elif event.former is not None and not self._has_newer(event.key):  # the caller has left, and nobody may know of the reader
+            self._cancel(redirecting.rank, event.key, common_pb2.CANCELLED, "the router cancelled the redirect")
+
+    def _has_newer(self, key: RequestKey) -> bool:
+        """Whether the hand-off is on its way to a further reader."""
+        return any(
+            (other.request_id, other.choice) == (key.request_id, key.choice) and other.attempt > key.attempt for other in self._redirecting
+        )
 
     def on_down(self, rank: RankProcess, instance_id: str) -> None:
         """See PoolService."""
@@ -150,11 +160,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         except HandoffError as error:
             return prefill_pb2.RedirectReply(outcome=outcome(error.reason, str(error)))
         redirecting = self._redirecting[command.key] = _Redirecting(rank, asyncio.get_running_loop().create_future())
-        try:
-            return prefill_pb2.RedirectReply(outcome=await redirecting.outcome)
-        except asyncio.CancelledError:
-            self._cancel(rank, command.key, common_pb2.CANCELLED, "the router cancelled the redirect")
-            raise
+        return prefill_pb2.RedirectReply(outcome=await redirecting.outcome)
 
     def _place(self, instance_id: str) -> tuple[RankProcess, Up]:
         """The rank meant; HandoffError when it is not here."""

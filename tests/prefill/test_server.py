@@ -354,16 +354,36 @@ async def test_a_malformed_redirect_is_a_status(rig: Rig, changes: dict[str, obj
     assert next(iter(changes)).replace("__", ".") in (error.value.details() or "") and rig.rank.sent.empty()
 
 
-async def test_cancelling_a_redirect_gives_the_hand_off_up(rig: Rig):
-    asked = rig.stub.Redirect(redirect())
-    command = await rig.rank.sent.get()
-    asked.cancel()
-    cancel = await rig.rank.sent.get()
-    assert isinstance(cancel, Cancel) and (cancel.key, cancel.reason) == (command.key, common_pb2.CANCELLED)  # pyright: ignore[reportAttributeAccessIssue]
-    rig.emit(RedirectDone(cancel.key, None, common_pb2.UNKNOWN_REQUEST, ""))
-    again = rig.stub.Redirect(redirect())
-    assert isinstance(await rig.rank.sent.get(), Redirect)
-    again.cancel()
+async def has_left(rig: Rig, call: grpc.aio.UnaryUnaryCall) -> None:
+    """Cancel a Redirect and wait until the front has seen it."""
+    call.cancel()
+    while not all(redirecting.outcome.done() for redirecting in rig.service._redirecting.values()):  # pyright: ignore[reportPrivateUsage]
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_redirect_whose_caller_left_gives_the_hand_off_up(rig: Rig, refused: bool):
+    call = rig.stub.Redirect(redirect())
+    key = (await rig.rank.sent.get()).key
+    await has_left(rig, call)
+    assert rig.rank.sent.empty(), "the engine will say whether there is anything to give up"
+    rig.emit(RedirectDone(key, None, common_pb2.UNKNOWN_REQUEST, "") if refused else RedirectDone(key, RequestKey("r", 0, 2), 0, ""))
+    assert rig.rank.sent.empty() == refused
+    if not refused:
+        cancel = await rig.rank.sent.get()
+        assert isinstance(cancel, Cancel) and (cancel.key, cancel.reason) == (key, common_pb2.CANCELLED)
+
+
+async def test_a_redirect_that_another_one_overtakes_leaves_the_hand_off_to_it(rig: Rig):
+    """The router drops the first call when that reader is lost too, and sends the next at once."""
+    first = rig.stub.Redirect(redirect())
+    keys = [(await rig.rank.sent.get()).key]
+    await has_left(rig, first)
+    second = rig.stub.Redirect(redirect(key__attempt=4))
+    keys.append((await rig.rank.sent.get()).key)
+    rig.emit(RedirectDone(keys[0], RequestKey("r", 0, 2), 0, ""))
+    rig.emit(RedirectDone(keys[1], keys[0], 0, ""))
+    assert (await second).outcome.ok and rig.rank.sent.empty()
 
 
 async def test_a_renewed_agent_keeps_what_its_process_runs(rig: Rig):
