@@ -1,8 +1,9 @@
 """Scripted ranks: real gRPC servers that speak the protos and hold no model. A test replaces `serve` to misbehave."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from proto.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2, registry_pb2_grpc
 from services.runtime.serve import WIRE_VERSION, Server, open_channel
@@ -35,6 +36,13 @@ class Script(Protocol):
     def redirect(self, request: prefill_pb2.RedirectRequest) -> prefill_pb2.RedirectReply: ...
     def release(self, key: common_pb2.RequestKey) -> None: ...
     def moving(self, key: common_pb2.RequestKey, new_attempt: int) -> "FakeMove": ...
+
+
+class ScriptEnds(Exception):
+    """Raised by a hook: the rank says nothing more of this request."""
+
+
+Hook: TypeAlias = Callable[["DecodeSession", decode_pb2.Submit], Awaitable[None]]
 
 
 class FakeMove:
@@ -201,6 +209,7 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
         self.cancels: list[decode_pb2.Cancel] = []
         self.moves: list[decode_pb2.Move] = []
         self.sources: dict[int, Source] = {}  # by handle
+        self.hooks: dict[str, Hook] = {}  # called when a request here is claimed, ready, granted, caught_up, paused, pulled, moved
         self.tokens_a_step = 1
         self.step_s = 0.0
         self.serve: Callable[[DecodeSession, decode_pb2.Submit], Awaitable[None]] = self.decode
@@ -231,7 +240,7 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
                 if request.HasField("submit"):
                     self.submits.append(request.submit)
                     self.sources[request.submit.handle] = Source(self.world, session, request.submit)
-                    tasks[request.submit.handle] = asyncio.ensure_future(self.serve(session, request.submit))
+                    tasks[request.submit.handle] = asyncio.ensure_future(self._serve(session, request.submit))
                 elif request.HasField("cancel"):
                     self.cancels.append(request.cancel)
                     tasks[request.cancel.handle].cancel()
@@ -243,9 +252,18 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
             for task in tasks.values():
                 task.cancel()
 
+    async def _serve(self, session: DecodeSession, submit: decode_pb2.Submit) -> None:
+        with contextlib.suppress(ScriptEnds):
+            await self.serve(session, submit)
+
+    async def _at(self, phase: str, session: DecodeSession, submit: decode_pb2.Submit) -> None:
+        if phase in self.hooks:
+            await self.hooks[phase](session, submit)
+
     async def decode(self, session: DecodeSession, submit: decode_pb2.Submit, stop_after: int | None = None) -> None:
         """Claim, get ready, then steps to the request's end; with `stop_after` go silent at that many output tokens."""
         session.send(claimed=decode_pb2.Claimed(handle=submit.handle))
+        await self._at("claimed", session, submit)
         if submit.is_move:
             index = await self.pull(session, submit)
         else:
@@ -253,6 +271,7 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
             self.world.release(submit.key)
             index = submit.prompt.num_output_tokens
             session.ready(submit, self.world.token(index, submit.key.choice))
+            await self._at("ready", session, submit)
         await self.run_on(session, submit, index, stop_after)
 
     async def pull(self, session: DecodeSession, submit: decode_pb2.Submit) -> int:
@@ -260,14 +279,18 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
         key = submit.key
         move = self.world.moving(key, key.attempt)
         session.say(decode_pb2.Granted, submit)
+        await self._at("granted", session, submit)
         await move.started.wait()
         session.say(decode_pb2.CaughtUp, submit)
+        await self._at("caught_up", session, submit)
         index = await move.paused - 1
+        await self._at("pulled", session, submit)
         known = [self.world.token(i, key.choice).id for i in range(submit.prompt.num_output_tokens)]
         assert list(submit.prompt.token_ids)[len(submit.prompt.token_ids) - len(known):] == known and len(known) <= index + 1
         move.is_done = True
         move.is_over.set()
         session.ready(submit, self.world.token(index, key.choice), index)
+        await self._at("moved", session, submit)
         return index
 
     async def run_on(self, session: DecodeSession, submit: decode_pb2.Submit, index: int, stop_after: int | None = None) -> None:
@@ -276,8 +299,11 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
         while not (reason := self.world.finish(index, submit.sampling, choice)):
             if stop_after is not None and index + 1 >= stop_after:
                 return
-            if not await source.pause(index + 1):
-                return
+            if source.is_pausing:
+                source.pause(index + 1)
+                await self._at("paused", session, submit)
+                if not await source.go_on():
+                    return
             tokens: list[common_pb2.Token] = []
             while len(tokens) < self.tokens_a_step and not reason:
                 index += 1
@@ -318,14 +344,20 @@ class Source:
             move.paused.cancel()
             move.is_over.set()
 
-    async def pause(self, num_tokens: int) -> bool:
-        """At a step's end, pause if told to. Returns whether the request runs on here."""
-        move = self._move
-        if move is None or not self._is_pausing:
-            return True
+    @property
+    def is_pausing(self) -> bool:
+        """Whether the next step's end is the pause."""
+        return self._move is not None and self._is_pausing
+
+    def pause(self, num_tokens: int) -> None:
+        assert self._move is not None
         self._session.say(decode_pb2.Paused, self._submit, num_output_tokens=num_tokens)
-        move.paused.set_result(num_tokens)
-        await move.is_over.wait()
-        if move.is_done:
+        self._paused = self._move
+        self._move.paused.set_result(num_tokens)
+
+    async def go_on(self) -> bool:
+        """The end of the pause: whether the request runs on here."""
+        await self._paused.is_over.wait()
+        if self._paused.is_done:
             self._session.failed(self._submit, common_pb2.REPLACED)
-        return not move.is_done
+        return not self._paused.is_done
