@@ -17,6 +17,7 @@ loop steps while requests run and blocks on its inbox otherwise. Both send event
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from services.decode.fetch import Fetcher
 from services.decode.forward import DecodeForward
 from services.decode.loop import DecodeLoop
 from services.decode.messages import Cancel, Command, Event, MoveCommand, MoveStart, SessionLost, Stop, Submit
+from services.kv.fault_control import fault_plan
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.pages import HolderKind
 from services.kv.rank_kv import RankKv, open_rank_kv
@@ -44,9 +46,14 @@ _MAX_INBOX = 10_000  # items that wait for the main loop, beyond which commands 
 class HandoffThread(threading.Thread):
     """Receives commands, ticks the fetcher, reports load. An exception here ends the main loop too."""
 
-    def __init__(self, channel: EngineChannel[Command, Event], kv: RankKv, fetcher: Fetcher, loop: DecodeLoop) -> None:
+    def __init__(
+        self, channel: EngineChannel[Command, Event], kv: RankKv, fetcher: Fetcher, loop: DecodeLoop, clock: StepClock,
+        on_renewed: Callable[[str], None],
+    ) -> None:
+        """`on_renewed(former instance id)` runs when the transfer agent was renewed."""
         super().__init__(name="handoff", daemon=True)
         self._channel, self._kv, self._fetcher, self._loop = channel, kv, fetcher, loop
+        self._clock, self._on_renewed = clock, on_renewed
         self._load: RankLoad | None = None
         self._load_said_at = 0.0
 
@@ -59,14 +66,18 @@ class HandoffThread(threading.Thread):
             self._loop.inbox.put(error)
 
     def _turn(self) -> bool:
+        self._clock.turn(self._kv.renewal_s if self._kv.fence_reason() else 0.0)
         busy = self._fetcher.is_busy
         for command in self._receive(0.0 if busy else _IDLE_PAUSE_S):
             if isinstance(command, Stop):
                 self._fetcher.close()
                 self._loop.inbox.put(command)
+                self._clock.end_turns()
                 return False
             self._take(command)
         self._fetcher.tick()
+        if former := self._kv.renew_if_due():
+            self._on_renewed(former)
         self._report_load()
         if busy:
             time.sleep(self._kv.exchange.pause_s)
@@ -119,7 +130,8 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
     forward = DecodeForward(model, stream_weights(folder, model))
     layout = KvLayout(model.num_hidden_layers, model.kv_lora_rank, model.qk_rope_head_dim, section.dtype)
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
-    kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine)
+    kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine,
+                      faults=fault_plan(config.faults, "decode", rank))
 
     fetcher = Fetcher(
         kv, max_claims=section.max_claims, max_model_len=longest, emit=channel.send,
@@ -130,11 +142,16 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
         num_claims=lambda: fetcher.num_claims,
     )
     loop.warm_up()
-    handoff = HandoffThread(channel, kv, fetcher, loop)
-    channel.send(Up(
-        instance_id=kv.instance_id, peer=kv.transport.metadata(), fingerprint=mine.fingerprint, max_model_len=longest,
-        vocab_size=model.vocab_size, page_size=PAGE_SIZE, num_pages=section.num_pages, max_running=section.max_running,
-    ))
+
+    def say_up(former_instance_id: str = "") -> None:
+        channel.send(Up(
+            instance_id=kv.instance_id, peer=kv.transport.metadata(), fingerprint=mine.fingerprint, max_model_len=longest,
+            vocab_size=model.vocab_size, page_size=PAGE_SIZE, num_pages=section.num_pages, max_running=section.max_running,
+            former_instance_id=former_instance_id,
+        ))
+
+    handoff = HandoffThread(channel, kv, fetcher, loop, clock, say_up)
+    say_up()
     handoff.start()
     loop.run()
     handoff.join()

@@ -57,7 +57,7 @@ class Fetcher:
         self._max_model_len = max_model_len
         self._emit, self._deliver, self._clock = emit, deliver, clock
         self._claims = Claims(max_claims)
-        self._peers = Peers(kv.transport)
+        self._peers = Peers(lambda: kv.transport)
         self._in_vain: tuple[tuple[int, int], int, int] | None = None  # claim, free pages and cached pages of the last failed attempt
         self._deadlines_checked_at = 0.0
 

@@ -7,7 +7,8 @@ A read is done at its first poll unless `fabric.hold_reads` is set; then it stay
     read = fabric.reads[-1]; read.copy(); read.complete(); read.fail()       copy() alone: bytes have landed, the state has not moved
 Messages arrive at once unless `fabric.on_notify` says otherwise: it maps (sender, receiver, payload) to the payloads to deliver now
 (none = lost, two = duplicated; keep one and put it into `fabric.deliver` later = delayed or reordered).
-    fabric.kill("a")       its reads fail, messages to it cannot be sent; a new transport is a new instance
+    fabric.kill("a")       reads from it fail, messages to it cannot be sent; a new transport is a new instance
+    transport.close()      the same, and its own reads are fenced: copy() moves nothing any more
 """
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,7 @@ from proto.baton.v1 import common_pb2
 from services.kv.layout import Compatibility
 from services.kv.memory import KvMemory
 from services.kv.transport import PeerInfo, ReadLedger, TransferState, TransportStats, check_peer, encode_peer
-from services.runtime.errors import HandoffError
+from services.runtime.errors import EngineError, HandoffError
 
 OnNotify = Callable[[str, str, bytes], list[bytes]]
 
@@ -62,10 +63,13 @@ class LocalRead:
         self.remote_pages, self.local_pages = list(remote), list(local)
         self.of_epochs = of_epochs
         self.state = TransferState.RUNNING
+        self.is_fenced = False
         self._source, self._target = source, target
 
     def copy(self, num_pages: int | None = None) -> None:
-        """Let the first `num_pages` (all by default) land, whatever the state."""
+        """Let the first `num_pages` (all by default) land, whatever the state; nothing once the reader's transport is closed."""
+        if self.is_fenced:
+            return
         remote, local = self.remote_pages[:num_pages], self.local_pages[:num_pages]
         if self.of_epochs:
             self._target.landing[local] = self._source.epochs[remote]
@@ -96,6 +100,7 @@ class LocalTransport:
         self._peers: set[str] = set()
         self._reads: dict[int, LocalRead] = {}
         self._num_reads_ever = 0
+        self._is_closed = False
         fabric.join(self)
 
     def metadata(self) -> bytes:
@@ -139,6 +144,8 @@ class LocalTransport:
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """See Transport."""
+        if self._is_closed:
+            raise EngineError(f"transport {self.instance_id} is closed")
         received, self.inbox = self.inbox, []
         return received
 
@@ -175,6 +182,13 @@ class LocalTransport:
 
     def close(self) -> None:
         """See Transport."""
+        self._is_closed = True
+        self._peers.clear()
+        for read in self._reads.values():
+            read.is_fenced = True
+            if read in self._fabric.reads:
+                self._fabric.reads.remove(read)
+        self._reads.clear()
         self._fabric.kill(self.instance_id)
 
     def _read(self, instance_id: str, remote_pages: Sequence[int], local_pages: Sequence[int], *, of_epochs: bool) -> int:

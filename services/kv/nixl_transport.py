@@ -2,28 +2,28 @@
 
 The agent's name is the rank's instance id. Pages and epoch words are registered once; descriptors of every page (one a page) and of every
 word are prepared once a peer, so a read names pages by index. Calls come from several threads: the agent locks itself.
+Errors of NIXL are kept as text alone: a traceback's frames have references to the agent, which must be able to go (close).
 Incarnations come and go and say nothing when they go: one that nobody has spoken of for IDLE_S is forgotten when the next one is met.
 """
+import gc
 import logging
-import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import nixl_cu13 as nixl
 import numpy as np
-from nixl_cu13._bindings import nixlBackendError  # pyright: ignore[reportMissingModuleSource]
 
 from proto.baton.v1 import common_pb2
 from services.kv.layout import Compatibility
 from services.kv.memory import KvMemory
-from services.kv.transport import PeerInfo, ReadLedger, TransferState, TransportStats, check_peer, encode_peer
-from services.kv.ucx import ucx
-from services.runtime.errors import ConfigError, HandoffError
+from services.kv.transport import IDLE_S, PeerInfo, ReadLedger, TransferState, TransportStats, check_peer, encode_peer
+from services.kv.ucx import start_agent, ucx
+from services.runtime.errors import EngineError, HandoffError
 
 _STATES = {"DONE": TransferState.DONE, "PROC": TransferState.RUNNING}  # whatever else NIXL says is a failure
 _WORD_BYTES = 8
-IDLE_S = 600.0  # many times what a hand-off is silent for: it is renewed every few seconds
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ class _Peer:
 class _Read:
     """A transfer in flight and how it ended."""
 
-    def __init__(self, peer: _Peer, transfer: Any, local_pages: list[int], *, of_epochs: bool) -> None:
+    def __init__(self, peer: _Peer, local_pages: list[int], *, of_epochs: bool) -> None:
         self.peer = peer
-        self.transfer = transfer
+        self.transfer: Any = None
         self.local_pages = local_pages
         self.of_epochs = of_epochs
         self.state = TransferState.RUNNING
@@ -66,16 +66,17 @@ class NixlTransport:
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._num_reads_ever = 0
+        self._meeting = threading.Lock()  # nobody meets a peer while the agent is destroyed
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on stdout
-        self._agent: Any = _start_agent(instance_id)
+        self._agent: Any = start_agent(instance_id)
         self.stats.ucx = ucx().describe()
         self._page_bytes = memory.layout.page_bytes
         pages, epochs, landing = memory.page_address(0), memory.epochs.ctypes.data, memory.landing.ctypes.data
         words = _WORD_BYTES * memory.num_pages
         regions = [(pages, memory.num_pages * self._page_bytes, 0, ""), (epochs, words, 0, ""), (landing, words, 0, "")]
         self._registered = self._agent.register_memory(regions, "DRAM")
-        self._local_pages = self._prepare("NIXL_INIT_AGENT", pages, self._page_bytes, memory.num_pages)
-        self._local_words = self._prepare("NIXL_INIT_AGENT", landing, _WORD_BYTES, memory.num_pages)
+        self._local_pages: Any = self._prepare("NIXL_INIT_AGENT", pages, self._page_bytes, memory.num_pages)
+        self._local_words: Any = self._prepare("NIXL_INIT_AGENT", landing, _WORD_BYTES, memory.num_pages)
 
     @property
     def num_peers(self) -> int:
@@ -100,14 +101,17 @@ class NixlTransport:
         """See Transport."""
         info = check_peer(blob, self._compatibility, self._page_bytes)
         name = info.instance_id
-        known = self._peers.get(name)
-        if known is None:
-            self._forget_unused()
-            self._peers[name] = self._meet(info)
-        elif not known.is_open:
-            raise HandoffError(common_pb2.PEER_GONE, f"peer {name} is closed until its {known.num_reads} late reads have ended")
-        else:
-            known.used_at = self._clock()
+        with self._meeting:
+            known = self._peers.get(name)
+            if self._agent is None:
+                raise HandoffError(common_pb2.FENCED, f"{self.instance_id} is closed; the rank goes on under another instance id")
+            if known is None:
+                self._forget_unused()
+                self._peers[name] = self._meet(info)
+            elif not known.is_open:
+                raise HandoffError(common_pb2.PEER_GONE, f"peer {name} is closed until its {known.num_reads} late reads have ended")
+            else:
+                known.used_at = self._clock()
         return name
 
     def has_peer(self, instance_id: str) -> bool:
@@ -134,12 +138,14 @@ class NixlTransport:
         try:
             self._agent.send_notif(instance_id, payload)
         except Exception as error:  # NIXL's errors have no common base
-            _log.warning("a notification to %s could not be sent: %r", instance_id, error)
+            _log.warning("a notification to %s could not be sent: %s", instance_id, repr(error))
             return False
         return True
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """See Transport."""
+        if self._agent is None:
+            raise EngineError(f"NIXL agent {self.instance_id} is closed")
         received: dict[str, list[bytes]] = self._agent.get_new_notifs()
         return [(sender, payload) for sender, payloads in received.items() for payload in payloads]
 
@@ -159,7 +165,7 @@ class NixlTransport:
                 read.state = _STATES.get(self._agent.check_xfer_state(read.transfer), TransferState.FAILED)
             except Exception as error:
                 read.state = TransferState.FAILED
-                _log.warning("a read from %s failed: %r", read.peer.info.instance_id, error)
+                _log.warning("a read from %s failed: %s", read.peer.info.instance_id, repr(error))
         return read.state
 
     def epochs(self, handle: int) -> list[int]:
@@ -183,14 +189,31 @@ class NixlTransport:
         self._forget_if_idle(peer)
 
     def close(self) -> None:
-        """Forget every peer, unregister the memory and destroy the agent, which fences reads still in flight."""
+        """Forget every peer, unregister the memory and destroy the agent, which fences reads still in flight.
+
+        Raises EngineError when something keeps the agent alive: late reads might still land, so the rank must end.
+        """
+        with self._meeting:
+            if self._agent is None:
+                return
+            alive = weakref.ref(self._agent.agent)  # NIXL's own object: every handle has a reference to it, and only its end is the fence
+            self._destroy()
+        if alive() is not None:
+            gc.collect()  # an exception's traceback may keep a handle
+        if alive() is not None:
+            raise EngineError(f"NIXL agent {self.instance_id} could not be destroyed, so late reads are not fenced")
+
+    def _destroy(self) -> None:
+        for read in self._reads.values():
+            self._end_transfer(read.transfer)
+            read.transfer = None
+        self._reads.clear()
         for peer in list(self._peers.values()):
             self._forget(peer)
         self._local_pages.release()
         self._local_words.release()
         self._agent.deregister_memory(self._registered)
-        self._reads.clear()
-        self._agent = None
+        self._local_pages = self._local_words = self._agent = None
 
     def _meet(self, info: PeerInfo) -> _Peer:
         name = info.instance_id
@@ -198,15 +221,13 @@ class NixlTransport:
             added = self._agent.add_remote_agent(info.agent)
             if isinstance(added, bytes):
                 added = added.decode()
-            if added != name:
-                raise HandoffError(common_pb2.PEER_GONE, f"peer metadata names {name} but its NIXL agent is {added}")
-            pages = self._prepare(name, info.pages_address, self._page_bytes, info.num_pages)
-            epochs = self._prepare(name, info.epochs_address, _WORD_BYTES, info.num_pages)
-        except HandoffError:
-            raise
+            if added == name:
+                pages = self._prepare(name, info.pages_address, self._page_bytes, info.num_pages)
+                return _Peer(info, pages, self._prepare(name, info.epochs_address, _WORD_BYTES, info.num_pages), self._clock())
+            failure = f"its NIXL agent is {added}"
         except Exception as error:
-            raise HandoffError(common_pb2.PEER_GONE, f"peer {name} cannot be reached through NIXL: {error!r}") from error
-        return _Peer(info, pages, epochs, self._clock())
+            failure = repr(error)
+        raise HandoffError(common_pb2.PEER_GONE, f"peer {name} cannot be reached through NIXL: {failure}")
 
     def _prepare(self, agent: str, address: int, size: int, count: int) -> Any:
         """Descriptors of `count` blocks of `size` bytes, one after another; later chosen by index."""
@@ -218,19 +239,21 @@ class NixlTransport:
             raise HandoffError(common_pb2.PEER_GONE, f"no read goes to {instance_id}: it is no open peer of {self.instance_id}")
         if not all(0 <= page < peer.info.num_pages for page in remote_pages):
             raise HandoffError(common_pb2.PEER_GONE, f"{instance_id} announced pages {list(remote_pages)} but has {peer.info.num_pages}")
-        local, remote = (self._local_words, peer.epochs) if of_epochs else (self._local_pages, peer.pages)
+        read, failure = _Read(peer, list(local_pages), of_epochs=of_epochs), ""
         self._ledger.started()  # before the transfer: over cma the bytes move within the call
         try:
-            transfer = self._agent.make_prepped_xfer(
-                "READ", local, np.array(local_pages, dtype=np.int32), remote, np.array(remote_pages, dtype=np.int32)
+            read.transfer = self._agent.make_prepped_xfer(
+                "READ", self._local_words if of_epochs else self._local_pages, np.array(local_pages, dtype=np.int32),
+                peer.epochs if of_epochs else peer.pages, np.array(remote_pages, dtype=np.int32),
             )
-            state = _STATES.get(self._agent.transfer(transfer), TransferState.FAILED)
+            read.state = _STATES.get(self._agent.transfer(read.transfer), TransferState.FAILED)
         except Exception as error:
+            failure = repr(error)
+        if failure:
             self._ledger.ended()
-            raise HandoffError(common_pb2.READ_FAILED, f"a read from {instance_id} could not be posted: {error!r}") from error
+            read.transfer = None
+            raise HandoffError(common_pb2.READ_FAILED, f"a read from {instance_id} could not be posted: {failure}")
         self._num_reads_ever += 1
-        read = _Read(peer, transfer, list(local_pages), of_epochs=of_epochs)
-        read.state = state
         self._reads[self._num_reads_ever] = read
         peer.num_reads += 1
         peer.used_at = self._clock()
@@ -240,7 +263,7 @@ class NixlTransport:
         try:
             transfer.release()
         except Exception as error:
-            _log.warning("NIXL keeps a transfer that has ended: %r", error)
+            _log.warning("NIXL keeps a transfer that has ended: %s", repr(error))
 
     def _forget_if_idle(self, peer: _Peer) -> None:
         if not peer.is_open and peer.num_reads == 0:
@@ -258,22 +281,7 @@ class NixlTransport:
         try:
             peer.pages.release()
             peer.epochs.release()
+            peer.pages = peer.epochs = None
             self._agent.remove_remote_agent(name)
         except Exception as error:
-            _log.warning("NIXL could not forget peer %s: %r", name, error)
-
-
-def _start_agent(instance_id: str) -> Any:
-    """A NIXL agent with UCX. Raises ConfigError when UCX cannot start as the environment wants it."""
-    # No progress thread: NIXL's spins on a core, and the hand-off thread, which polls notifications every millisecond, moves the same
-    # work on (two idle ranks: 0.03 cores instead of 0.5 to 1.6). STRICT: engine and hand-off thread both call.
-    config = nixl.nixl_agent_config(
-        enable_prog_thread=False, backends=["UCX"], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    )
-    try:
-        with ucx().environment():
-            return nixl.nixl_agent(instance_id, config)
-    except nixlBackendError as error:
-        tls = os.environ.get("UCX_TLS", "its default")
-        advice = "on a machine with GPUs UCX_TLS must name cuda_copy too" if "UCX_TLS" in os.environ else "NIXL's own lines say why"
-        raise ConfigError(f"NIXL could not start UCX with UCX_TLS={tls} ({error}); {advice}") from None
+            _log.warning("NIXL could not forget peer %s: %s", name, repr(error))

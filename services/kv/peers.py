@@ -1,32 +1,43 @@
 """The ranks at the other end of hand-offs: of each place only the newest incarnation is a peer."""
 import logging
+import time
+from collections.abc import Callable
 
 from proto.baton.v1 import common_pb2
 from services.kv.messages import PeerRank
-from services.kv.transport import Transport
+from services.kv.transport import IDLE_S, Transport
 from services.runtime.errors import HandoffError
 
 _log = logging.getLogger(__name__)
 
 
 class Peers:
-    """Peers of one rank's transport, by place. One thread calls."""
+    """Peers of one rank by place, at whatever transport it has now. One thread calls."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Callable[[], Transport], clock: Callable[[], float] = time.monotonic) -> None:
         self._transport = transport
-        self._instances: dict[tuple[str, int], str] = {}  # (address, rank) -> its incarnation, as last heard
+        self._clock = clock
+        self._places: dict[tuple[str, int], tuple[str, float]] = {}  # (address, rank) -> its incarnation, as last heard, and when
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def meet(self, rank: PeerRank) -> None:
         """Make `rank` a peer; an older incarnation of it gets nothing new. Raises HandoffError when it cannot be used."""
-        place = rank.address, rank.rank
-        before = self._instances.get(place)
-        if before == rank.instance_id and self._transport.has_peer(rank.instance_id):
-            return
-        named = self._transport.add_peer(rank.peer)
-        if named != rank.instance_id:
-            message = f"the peer is instance {rank.instance_id} but its metadata belongs to {named}; register that rank again"
-            raise HandoffError(common_pb2.PEER_GONE, message)
-        if before is not None and before != named:
-            _log.info("peer %s at %s rank %d replaces %s", named, *place, before)
-            self._transport.close_peer(before)
-        self._instances[place] = named
+        transport, place, now = self._transport(), (rank.address, rank.rank), self._clock()
+        before, _ = self._places.get(place, ("", 0.0))
+        if before != rank.instance_id or not transport.has_peer(rank.instance_id):
+            named = transport.add_peer(rank.peer)
+            if named != rank.instance_id:
+                message = f"the peer is instance {rank.instance_id} but its metadata belongs to {named}; register that rank again"
+                raise HandoffError(common_pb2.PEER_GONE, message)
+            if before and before != named:
+                _log.info("peer %s at %s rank %d replaces %s", named, *place, before)
+                transport.close_peer(before)
+            self._forget_unmet(now - IDLE_S)
+        self._places[place] = rank.instance_id, now
+
+    def _forget_unmet(self, oldest: float) -> None:
+        """Places come and go with their fronts' ports: what was not met for as long as its peer is kept is nobody's place any more."""
+        for place in [place for place, (_, met_at) in self._places.items() if met_at < oldest]:
+            del self._places[place]

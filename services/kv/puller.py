@@ -27,7 +27,7 @@ from services.kv.pull import Accept, Pull, PullState, PullStats, accept_any
 from services.kv.reads import Read, Reads
 from services.kv.transport import TransferState, Transport
 from services.runtime.errors import EngineError, HandoffError
-from services.runtime.telemetry import INCIDENTS
+from services.runtime.telemetry import count_incident
 
 FIRST_RENEWAL_S = 0.05
 READ_GRACE_S = 5.0
@@ -145,7 +145,7 @@ class Puller:
         pull = self._pulls.get(message.key)
         if pull is None or pull.holder != sender or message.holder != sender or message.reader != self._transport.instance_id:
             self.num_ignored += 1
-            INCIDENTS.labels("message ignored", "").inc()
+            count_incident("message ignored")
             _log.info("reader %s ignores %s of %s from %s", self._transport.instance_id, type(message).__name__, message.key, sender)
             return
         now = self._clock()
@@ -222,7 +222,7 @@ class Puller:
 
     def _announced(self, pull: Pull, announce: Announce, now: float) -> None:
         if not pull.announced(announce, now):
-            INCIDENTS.labels("announcement refused", "OVERLOADED").inc()
+            count_incident("announcement refused", common_pb2.OVERLOADED)
             _log.warning("announcement %d of %s is too far beyond a gap; it is asked for again", announce.sequence, pull.key)
 
     def _verify(self, pull: Pull) -> list[Read]:
@@ -268,7 +268,7 @@ class Puller:
     def _close_peer(self, peer: str, reason: int, message: str) -> None:
         """No new read goes to this peer, so every pull from it fails; one that comes later adds it afresh."""
         _log.warning("%s; the peer is closed to new reads", message)
-        INCIDENTS.labels("read given up", common_pb2.Reason.Name(reason)).inc()  # pyright: ignore[reportArgumentType]
+        count_incident("read given up", reason)
         for pull in [pull for pull in self._pulls.values() if pull.holder == peer]:
             self._fail(pull, reason, message)
         self._transport.close_peer(peer)

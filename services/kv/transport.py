@@ -9,8 +9,13 @@
     handle = transport.read_epochs(peer, remote_pages, local_pages)      lands in memory.landing[local_pages]
     transport.poll(handle) -> RUNNING | DONE | FAILED; transport.epochs(handle); transport.release(handle)
     transport.close_peer(peer)                           no new reads; forgotten once its reads have ended; then add_peer starts afresh
+    transport.close()                                    the fence: what was in flight never lands once close() has returned
 
-Nothing blocks. Reads are driven by one thread; `notify` and `add_peer` may be called by others.
+Nothing blocks but close(), which takes no longer than the memory takes to be unregistered, whatever peers do. A read that is reported DONE
+or FAILED has ended: nothing of it lands any more. Reads, `notifications` and `close` are for one thread; `notify` and `add_peer` may be
+called by others. A closed transport has no peers and sends nothing; asking it for notifications is an EngineError, which ends the rank.
+A rank may open a second transport over its memory before it closes the first: that is how an agent is renewed (rank_kv.py).
+"faults" (services/kv/faults.py) is a proxy around either transport and keeps every word of this.
 """
 import secrets
 import time
@@ -26,10 +31,12 @@ from services.kv.messages import WIRE_VERSION
 from services.runtime.errors import HandoffError
 
 if TYPE_CHECKING:
+    from services.kv.faults import FaultPlan
     from services.kv.local_transport import LocalFabric
     from services.kv.memory import KvMemory
 
 TransportKind = Literal["nixl", "local"]
+IDLE_S = 600.0  # a peer that nobody spoke of for so long is forgotten: many times what a hand-off, renewed every few seconds, is silent
 
 
 class TransferState(StrEnum):
@@ -49,6 +56,16 @@ class TransportStats(msgspec.Struct):
     num_failed: int = 0
     busy_s: float = 0.0
     ucx: str = ""  # UCX transport, and how we know it
+
+    def take_over(self, before: "TransportStats") -> None:
+        """Count on from where the same rank's transport before this one stopped."""
+        self.num_pages += before.num_pages
+        self.num_words += before.num_words
+        self.num_bytes += before.num_bytes
+        self.num_failed += before.num_failed
+        self.busy_s += before.busy_s
+        if before.num_bytes:
+            self.ucx = before.ucx
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,17 +102,25 @@ class Transport(Protocol):
 
 
 def create_transport(
-    kind: TransportKind, *, instance_id: str, memory: "KvMemory", compatibility: Compatibility, fabric: "LocalFabric | None" = None
+    kind: TransportKind, *, instance_id: str, memory: "KvMemory", compatibility: Compatibility,
+    fabric: "LocalFabric | None" = None, faults: "FaultPlan | None" = None,
 ) -> Transport:
-    """The transport named; `fabric` joins the ranks of one process and is needed for "local" alone."""
+    """The transport named, with `faults` injected if there are any; `fabric` joins the ranks of one process, for "local" alone."""
+    opened: Transport
     if kind == "local":
         from services.kv.local_transport import LocalTransport
 
         assert fabric is not None, "a local transport needs the LocalFabric that its peers share"
-        return LocalTransport(instance_id, memory, compatibility, fabric)
-    from services.kv.nixl_transport import NixlTransport
+        opened = LocalTransport(instance_id, memory, compatibility, fabric)
+    else:
+        from services.kv.nixl_transport import NixlTransport
 
-    return NixlTransport(instance_id, memory, compatibility)
+        opened = NixlTransport(instance_id, memory, compatibility)
+    if faults is None:
+        return opened
+    from services.kv.faults import FaultTransport
+
+    return FaultTransport(opened, faults)
 
 
 def new_instance_id() -> str:

@@ -72,7 +72,7 @@ class PrefillEngine:
     ) -> None:
         self._kv, self._forward, self._sampler, self._channel = kv, forward, sampler, channel
         self._step_clock, self._clock = step_clock, clock
-        self.handoffs = Handoffs(kv)
+        self.handoffs = Handoffs(kv, step_clock)
         self.scheduler = Scheduler(
             kv.pool, chunk_tokens=section.chunk_tokens, max_running=section.max_running, max_queued=section.max_queued
         )
@@ -284,6 +284,7 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], ste
         kv=loaded.kv, forward=loaded.forward, sampler=sampler, section=config.prefill, channel=channel, step_clock=step_clock,
         token_s=loaded.token_s,
     )
+    engine.handoffs.on_renewed = lambda former: channel.send(loaded.up(config.prefill.max_running, former))
     engine.start()
     channel.send(loaded.up(config.prefill.max_running))
     while engine.turn():

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from proto.baton.v1 import common_pb2
 from services.kv.lease import LeaseEnded, LeaseState
@@ -25,6 +25,7 @@ from services.kv.rank_kv import RankKv
 from services.prefill.first_token import FirstToken, handoff_state
 from services.prefill.messages import Redirect, RedirectDone, RunDone
 from services.prefill.request import Choice, Request
+from services.runtime.engine import StepClock
 from services.runtime.errors import EngineError, HandoffError
 from services.runtime.telemetry import count_incident
 
@@ -34,9 +35,10 @@ logger = logging.getLogger(__name__)
 class Handoffs:
     """Peers, leases' events and thread of one rank."""
 
-    def __init__(self, kv: RankKv) -> None:
-        self._kv = kv
-        self._peers = Peers(kv.transport)
+    def __init__(self, kv: RankKv, step_clock: StepClock) -> None:
+        self.on_renewed: Callable[[str], None] = lambda former: None  # set before start(); runs when the transfer agent was renewed
+        self._kv, self._step_clock = kv, step_clock
+        self._peers = Peers(lambda: kv.transport)
         self._ended: deque[LeaseEnded] = deque()
         self._stopping = threading.Event()
         self._failure: Exception | None = None
@@ -131,10 +133,13 @@ class Handoffs:
     # ---- its thread
 
     def tick(self) -> None:
-        """One turn of the thread: hear readers, expire leases."""
+        """One turn of the thread: hear readers, expire leases, renew the agent when late reads have to be fenced."""
+        self._step_clock.turn(self._kv.renewal_s if self._kv.fence_reason() else 0.0)
         for event in self._kv.exchange.tick():
             if isinstance(event, LeaseEnded):  # this rank pulls nothing, so there are no others
                 self._ended.append(event)
+        if former := self._kv.renew_if_due():
+            self.on_renewed(former)
 
     def take_ended(self) -> list[LeaseEnded]:
         """Leases that ended since the last call. Raises EngineError once the thread is dead: without it no lease ever ends."""
@@ -153,6 +158,7 @@ class Handoffs:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._step_clock.end_turns()
 
     def _drive(self) -> None:
         try:

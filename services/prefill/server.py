@@ -118,6 +118,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             if not redirecting.outcome.done():
                 redirecting.outcome.set_result(outcome(common_pb2.ENGINE_DIED, died))
 
+    def on_renewed(self, rank: RankProcess, former_instance_id: str) -> None:
+        """See PoolService: nothing here is kept by instance id; the engine itself answers what was void."""
+
     def drain(self) -> None:
         """See PoolService."""
         self._draining = True
@@ -167,6 +170,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         for rank in self._ranks:
             if rank.up is not None and rank.up.instance_id == instance_id:
                 return rank, rank.up
+            if rank.up is not None and instance_id and rank.up.former_instance_id == instance_id:
+                message = f"instance {instance_id} has renewed its transfer agent and is {rank.up.instance_id} now"
+                raise HandoffError(common_pb2.FENCED, message)
         ups = ", ".join(rank.up.instance_id for rank in self._ranks if rank.up is not None) or "none"
         raise HandoffError(common_pb2.STALE_INSTANCE, f"instance {instance_id or '(empty)'} is not up here; up are: {ups}")
 

@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+from services.kv.fault_control import fault_plan
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.pages import Holder, HolderKind
 from services.kv.rank_kv import RankKv, open_rank_kv
@@ -27,12 +28,12 @@ class Loaded:
     max_model_len: int
     token_s: float  # seconds that a prompt token takes
 
-    def up(self, max_running: int) -> Up:
-        """The rank's first event."""
+    def up(self, max_running: int, former_instance_id: str = "") -> Up:
+        """The rank's first event, and what it says when it has renewed its transfer agent."""
         return Up(
             instance_id=self.kv.instance_id, peer=self.kv.transport.metadata(), fingerprint=self.kv.compatibility.fingerprint,
             max_model_len=self.max_model_len, vocab_size=self.model.vocab_size, page_size=PAGE_SIZE, num_pages=self.kv.pool.num_pages,
-            max_running=max_running,
+            max_running=max_running, former_instance_id=former_instance_id,
         )
 
 
@@ -49,7 +50,8 @@ def load(config: Config, rank: int) -> Loaded:
         num_layers=model.num_hidden_layers, kv_lora_rank=model.kv_lora_rank, rope_dim=model.qk_rope_head_dim, dtype=section.dtype
     )
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
-    kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine)
+    kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine,
+                      faults=fault_plan(config.faults, "prefill", rank))
     return Loaded(model, kv, forward, longest, warm_up(forward, kv))
 
 

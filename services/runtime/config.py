@@ -15,6 +15,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 ModelLength = Literal[0] | Annotated[int, msgspec.Meta(ge=2)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # A name, an IPv4 address or an IPv6 address in brackets, then a port.
 _PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[0-5]?\d{1,4})"
 ADDRESS_PATTERN = rf"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}$"
@@ -62,6 +64,39 @@ class DecodeSection(PoolSection, frozen=True, forbid_unknown_fields=True, kw_onl
     max_claims: Positive = 1024  # booked requests a rank
 
 
+class FaultRates(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How often each fault happens; see services/kv/faults.py."""
+
+    drop: Rate = 0.0  # of notifications
+    duplicate: Rate = 0.0
+    delay: Rate = 0.0
+    reorder: Rate = 0.0
+    fail_post: Rate = 0.0  # of reads
+    fail_read: Rate = 0.0  # after the bytes have landed
+    stall: Rate = 0.0  # landed, but in progress for stall_s
+    late: Rate = 0.0  # landed after stall_s
+    delay_s: Seconds = 0.05
+    stall_s: Seconds = 1.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything can happen."""
+        return any((self.drop, self.duplicate, self.delay, self.reorder, self.fail_post, self.fail_read, self.stall, self.late))
+
+
+class FaultsSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Faults injected on purpose, for tests and chaos runs: all off by default."""
+
+    seed: int = 0
+    control: str = ""  # path prefix of files that change rates and arm faults while ranks run: services/kv/fault_control.py
+    rates: FaultRates = FaultRates()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether ranks need the proxy at all."""
+        return bool(self.control) or self.rates.is_on
+
+
 class LogSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     level: LogLevel = "warning"
 
@@ -74,6 +109,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
     log: LogSection = LogSection()
+    faults: FaultsSection = FaultsSection()
 
 
 def parse_config(table: dict[str, Any], origin: str) -> Config:

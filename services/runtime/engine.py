@@ -1,5 +1,6 @@
 """What both pools' engine processes do the same way: arguments, channel, heartbeat, one-sentence start-up errors."""
 
+import logging
 import os
 import signal
 import sys
@@ -18,11 +19,15 @@ _BEAT_S = 0.5
 
 
 class StepClock:
-    """Age of the forward now running and the time it should take; written by the main loop, read by the heartbeat."""
+    """Ages of the forward and of the hand-off thread's turn now running, and the time that they should take.
+
+    Written by the main loop and the hand-off thread, read by the heartbeat.
+    """
 
     def __init__(self) -> None:
         self._began: float | None = None
         self._predicted_s = 0.0
+        self._turn: tuple[float, float] | None = None  # the hand-off thread's: since when, how long it should take
 
     def begin(self, predicted_s: float) -> None:
         self._predicted_s, self._began = predicted_s, time.monotonic()
@@ -34,9 +39,22 @@ class StepClock:
         self._began = None
         return seconds
 
+    def turn(self, predicted_s: float = 0.0) -> None:
+        """The hand-off thread begins its next turn."""
+        self._turn = time.monotonic(), predicted_s
+
+    def end_turns(self) -> None:
+        """The hand-off thread was told to stop."""
+        self._turn = None
+
     def beat(self) -> Heartbeat:
-        began = self._began
-        return Heartbeat(step_s=0.0 if began is None else time.monotonic() - began, predicted_s=self._predicted_s)
+        """What the heartbeat says."""
+        now, began = time.monotonic(), self._began
+        turned, turn_predicted_s = self._turn or (now, 0.0)
+        return Heartbeat(
+            step_s=0.0 if began is None else now - began, predicted_s=self._predicted_s,
+            handoff_s=now - turned, handoff_predicted_s=turn_predicted_s,
+        )
 
 
 def run_engine(role: str, command_type: Any, body: Callable[[Config, int, EngineChannel[Any, Any], StepClock], None]) -> None:
@@ -60,6 +78,9 @@ def run_engine(role: str, command_type: Any, body: Callable[[Config, int, Engine
         body(config, arguments.rank, channel, clock)
     except SetupError as error:
         channel.send(StartFailed(str(error)))
+        exit_code = 1
+    except Exception:  # the end must come at once: while other threads wind up, the heartbeat would go on telling that all is well
+        logging.getLogger(__name__).exception("the engine ends")
         exit_code = 1
     over.set()
     if heartbeat.is_alive():

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from proto.baton.v1 import common_pb2, registry_pb2
 from services.runtime.config import Config, PoolSection, argument_parser, load_config
+from services.runtime.health import HealthBoard
 from services.runtime.ipc import RankLoad, Up
 from services.runtime.membership import Membership
 from services.runtime.process import die_with_parent, run_process, say
@@ -38,6 +39,10 @@ class PoolService(Protocol):
 
     def on_event(self, rank: RankProcess, event: Any) -> None:
         """An event of the pool's own kinds from `rank`."""
+        ...
+
+    def on_renewed(self, rank: RankProcess, former_instance_id: str) -> None:
+        """The engine lives on under `rank.up.instance_id`; its hand-offs are void and ended by events of their own."""
         ...
 
     def on_down(self, rank: RankProcess, instance_id: str) -> None:
@@ -67,7 +72,7 @@ class Front:
                                       on_event=self._on_event, on_down=self._on_down)
         self._membership = Membership(section.routers, self._member, self._load_reports, self._on_joined)
         self._joined: list[str] = []  # routers that have let us in and nobody was told of yet
-        self._health_update: asyncio.Future[None] | None = None
+        self._health = HealthBoard(self._server, services, section.ranks)
         self._draining = False
         pool.register(self._server)
         pool.attach(self._supervisor.ranks)
@@ -76,7 +81,7 @@ class Front:
         """Serve until `stopping`, then drain. Raises SetupError when the port or a rank cannot be had."""
         await self._server.start()
         try:
-            await first_of(self._supervisor.run(), self._membership.run(), self._drain_when(stopping))
+            await first_of(self._supervisor.run(), self._membership.run(), self._health.run(), self._drain_when(stopping))
         finally:
             await self._server.stop(0.5)
 
@@ -84,7 +89,7 @@ class Front:
         await stopping.wait()
         self._draining = True
         self._pool.drain()
-        await self._server.set_serving(False)
+        self._health.drain()
         self._membership.leave()
         if self._pool.num_active():
             say(f"draining: what runs gets {self._section.drain_s:g} s at most; a second Ctrl-C ends it at once")
@@ -96,6 +101,11 @@ class Front:
     def _on_event(self, rank: RankProcess, event: Any) -> None:
         if isinstance(event, Up):
             self._instances[rank.rank] = event.instance_id
+            if event.former_instance_id:
+                logger.warning("rank %d (instance %s) is instance %s now", rank.rank, event.former_instance_id, event.instance_id)
+                if (load := self._loads.pop(event.former_instance_id, None)) is not None:
+                    self._loads[event.instance_id] = load
+                self._pool.on_renewed(rank, event.former_instance_id)
             self._rank_changed()
         elif isinstance(event, RankLoad):
             if rank.up is not None:
@@ -108,7 +118,8 @@ class Front:
         instance_id = self._instances.pop(rank.rank, None)
         if instance_id is not None:
             level = logging.INFO if self._draining else logging.ERROR
-            logger.log(level, "rank %d (instance %s) is down, exit code %s", rank.rank, instance_id, rank.exit_code)
+            how = "answers no more" if rank.exit_code is None else f"is down, exit code {rank.exit_code}"
+            logger.log(level, "rank %d (instance %s) %s", rank.rank, instance_id, how)
             self._loads.pop(instance_id, None)
             self._pool.on_down(rank, instance_id)
             self._rank_changed()
@@ -128,8 +139,7 @@ class Front:
     def _rank_changed(self) -> None:
         self._membership.member_changed()
         self._tell_joined()
-        serving = bool(self._instances) and not self._draining
-        self._health_update = asyncio.ensure_future(self._server.set_serving(serving))
+        self._health.show(self._instances)
 
     def _member(self) -> registry_pb2.Member:
         ups = [(rank, rank.up) for rank in self._supervisor.ranks if rank.up is not None]
@@ -145,6 +155,7 @@ class Front:
             ))
             member.ranks.append(common_pb2.Rank(
                 instance_id=up.instance_id, role=self._role, pool_address=member.address, rank=rank.rank, peer=up.peer,
+                former_instance_id=up.former_instance_id,
             ))
         return member
 

@@ -6,7 +6,13 @@ events     engine PUSH -> front PULL     (several engine threads send, so a lock
 Both directions are bounded: `send` of a full queue raises, since a peer that lags by `_QUEUE_BOUND` messages is no longer alive.
 """
 
+import fcntl
+import os
+import shutil
+import tempfile
 import threading
+import time
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -16,12 +22,17 @@ import zmq.asyncio
 from services.runtime.errors import EngineError
 
 _QUEUE_BOUND = 100_000
+_DIRECTORY_PREFIX = "baton-ipc-"
+_YOUNG_S = 5.0
 Command = TypeVar("Command")
 Event = TypeVar("Event")
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):
-    """First event of an engine: it can serve. `peer` is its transport's metadata, opaque here."""
+    """First event of an engine: it can serve. `peer` is its transport's metadata, opaque here.
+
+    Again whenever it has renewed its transfer agent: `former_instance_id` is who it was until now.
+    """
 
     instance_id: str
     peer: bytes
@@ -31,6 +42,7 @@ class Up(msgspec.Struct, frozen=True, tag=True):
     page_size: int
     num_pages: int
     max_running: int
+    former_instance_id: str = ""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
@@ -40,10 +52,15 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The engine's threads live. `step_s` = age of the forward now running (0 = idle), `predicted_s` = what it should take."""
+    """The engine lives. `step_s` = age of the forward now running (0 = idle), `predicted_s` = what it should take.
+
+    `handoff_s` = age of the hand-off thread's present turn, which takes milliseconds, or `handoff_predicted_s` when it renews the agent.
+    """
 
     step_s: float
     predicted_s: float
+    handoff_s: float = 0.0
+    handoff_predicted_s: float = 0.0
 
 
 class RankLoad(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +77,40 @@ class RankLoad(msgspec.Struct, frozen=True, tag=True):
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Command: leave the process now."""
+
+
+class SocketDirectory:
+    """A fresh folder for a front's sockets, locked while the front lives: the next one removes those whose fronts were killed."""
+
+    def __init__(self) -> None:
+        _sweep()
+        self._folder = tempfile.TemporaryDirectory(prefix=_DIRECTORY_PREFIX)
+        self.name = self._folder.name
+        self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def cleanup(self) -> None:
+        """Remove it."""
+        self._folder.cleanup()
+        os.close(self._lock)
+
+
+def _sweep() -> None:
+    """A lock ends with its process, whatever ends that and wherever it ran; a folder this young may not be locked yet."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY_PREFIX}*"):
+        try:
+            if time.time() - folder.stat().st_mtime < _YOUNG_S or folder.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # another front has just removed it
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:  # its front lives
+            pass
+        finally:
+            os.close(lock)
 
 
 class FrontChannel(Generic[Command, Event]):

@@ -124,9 +124,13 @@ class Server:
 
     async def set_serving(self, serving: bool) -> None:
         """Answer of grpc.health.v1.Health for "" and every service."""
-        kinds = health_pb2.HealthCheckResponse
         for name in ("", *self._services):
-            await self._health.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
+            await self.set_health(name, serving)
+
+    async def set_health(self, name: str, serving: bool) -> None:
+        """Answer of grpc.health.v1.Health for one name."""
+        kinds = health_pb2.HealthCheckResponse
+        await self._health.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)

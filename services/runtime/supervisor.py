@@ -1,8 +1,8 @@
 """Starts, watches and restarts the engine processes of one front.
 
 A rank's life:  STARTING -> UP -> DOWN -> (back-off) STARTING ...
-UP ends when the process exits, when no heartbeat came for `HEARTBEAT_S`, or when a forward takes longer than the larger of
-`STEP_S` and ten times what the engine predicted for it.
+UP ends when the process exits, when no heartbeat came for `HEARTBEAT_S`, or when a forward, or a turn of the hand-off thread, takes longer
+than the larger of `STEP_S` and ten times what the engine predicted for it. An engine says Up again when it has renewed its transfer agent.
 """
 
 import asyncio
@@ -11,13 +11,12 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.runtime.errors import EngineError, SetupError
-from services.runtime.ipc import FrontChannel, Heartbeat, StartFailed, Stop, Up
+from services.runtime.ipc import FrontChannel, Heartbeat, SocketDirectory, StartFailed, Stop, Up
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +59,13 @@ class RankProcess:
             raise EngineError(f"rank {self.rank} is down")
         self._channel.send(command)
 
-    async def live_once(self, on_event: Callable[["RankProcess", Any], None]) -> None:
-        """Start the engine, deliver its events, return when it is gone. Raises SetupError when it says that it cannot start."""
+    async def live_once(
+        self, on_event: Callable[["RankProcess", Any], None], on_down: Callable[["RankProcess"], None]
+    ) -> None:
+        """Start the engine, deliver its events, return when it is gone. Raises SetupError when it says that it cannot start.
+
+        `on_down` runs as soon as the engine is given up, before it is killed: a process that hangs in the kernel may take its time.
+        """
         self.num_starts += 1
         address = f"ipc://{self._directory}/rank{self.rank}.{self.num_starts}"
         self._channel = FrontChannel(address, self._event_type)
@@ -79,7 +83,9 @@ class RankProcess:
                 reader.result()
         finally:
             self.up = None
+            reader.cancel()  # nothing that it still says is heard
             try:
+                on_down(self)
                 await self.kill()
                 for task in (reader, watcher, waiter):
                     task.cancel()
@@ -94,7 +100,7 @@ class RankProcess:
                 raise SetupError(event.message)
             if isinstance(event, Heartbeat):
                 self._last_beat = time.monotonic()
-                self._stuck = event.step_s > max(STEP_S, 10 * event.predicted_s)
+                self._stuck = _is_stuck(event.step_s, event.predicted_s) or _is_stuck(event.handoff_s, event.handoff_predicted_s)
                 continue
             if isinstance(event, Up):
                 self.up, self.was_up, self._last_beat = event, True, time.monotonic()
@@ -120,6 +126,10 @@ class RankProcess:
             await asyncio.to_thread(self._process.wait)
 
 
+def _is_stuck(seconds: float, predicted_s: float) -> bool:
+    return seconds > max(STEP_S, 10 * predicted_s)
+
+
 def _start_process(command: Sequence[str]) -> "subprocess.Popen[bytes]":
     # Not the event loop's own way: a Popen is there as soon as its process is, so that no cancellation loses it.
     return subprocess.Popen(command, start_new_session=True)
@@ -131,7 +141,7 @@ class Supervisor:
     def __init__(self, *, num_ranks: int, module: str, arguments: Sequence[str], event_type: Any,
                  on_event: Callable[[RankProcess, Any], None], on_down: Callable[[RankProcess], None]) -> None:
         self._module = module
-        self._directory = tempfile.TemporaryDirectory(prefix="baton-")
+        self._directory = SocketDirectory()
         self.ranks = [RankProcess(index, module, arguments, self._directory.name, event_type) for index in range(num_ranks)]
         self._on_event = on_event
         self._on_down = on_down
@@ -155,7 +165,7 @@ class Supervisor:
         while not self._stopping:
             began = time.monotonic()
             try:
-                await rank.live_once(self._on_event)
+                await rank.live_once(self._on_event, self._on_down)
             except SetupError:
                 if rank.num_starts == 1 and not self._stopping:
                     raise
@@ -166,7 +176,6 @@ class Supervisor:
                     f"rank {rank.rank}'s engine ({self._module}) exited with code {rank.exit_code} before it could serve; "
                     "see its output above"
                 )
-            self._on_down(rank)
             failures = failures + 1 if time.monotonic() - began < 30 else 0
             if not self._stopping:
                 await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])

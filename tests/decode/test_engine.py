@@ -9,6 +9,7 @@ import pytest
 from proto.baton.v1 import common_pb2
 from services.decode.engine import HandoffThread
 from services.decode.messages import Cancel, Failed, Finished, SessionLost, StepOut, Submit
+from services.runtime.engine import StepClock
 from services.runtime.errors import EngineError
 from services.runtime.ipc import RankLoad, Stop
 from tests.decode.rig import Rig, greedy, mono
@@ -44,7 +45,8 @@ class Threads:
     def __init__(self, rig: Rig) -> None:
         self.rig, self.channel = rig, FakeChannel(rig)
         self.raised: list[BaseException] = []
-        self.handoff = HandoffThread(self.channel, rig.kv, rig.fetcher, rig.loop)  # type: ignore[arg-type]
+        self.renewed: list[str] = []  # former instance ids
+        self.handoff = HandoffThread(self.channel, rig.kv, rig.fetcher, rig.loop, StepClock(), self.renewed.append)  # type: ignore[arg-type]
         self.main = threading.Thread(target=self._run, daemon=True)
         self.handoff.start()
         self.main.start()

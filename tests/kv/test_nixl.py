@@ -14,10 +14,11 @@ import torch
 from proto.baton.v1 import common_pb2
 from services.kv.memory import KvMemory
 from services.kv.messages import HandoffState, RequestKey
-from services.kv.nixl_transport import IDLE_S, NixlTransport
+from services.kv.nixl_transport import NixlTransport
 from services.kv.pages import Holder, HolderKind
 from services.kv.pull import PullState
 from services.kv.rank_kv import RankKv, open_rank_kv
+from services.kv.transport import IDLE_S
 from services.runtime.errors import ConfigError, HandoffError
 from tests.kv.nixl_holder import SMALL, compatible, expected_byte
 
@@ -31,6 +32,7 @@ class Child:
     def __init__(self) -> None:
         shape = json.dumps([SMALL.num_layers, SMALL.kv_lora_rank, SMALL.rope_dim, SMALL.dtype])
         command = [sys.executable, "-m", "tests.kv.nixl_holder", shape, str(NUM_PAGES)]
+        self.blob, self.peer = b"", ""
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def tell(self, order: dict) -> None:
@@ -40,6 +42,14 @@ class Child:
     def hear(self) -> dict:
         assert select.select([self.process.stdout], [], [], PATIENCE_S)[0], "the holder says nothing"
         return json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        """Whatever it does."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
 
 
 class Two:
@@ -55,24 +65,40 @@ class Two:
             compatibility=compatible(SMALL),
             clock=lambda: time.monotonic() + self.skipped_s,
         )
-        self.blob = bytes.fromhex(self.child.hear()["metadata"])
-        self.peer = self.kv.transport.add_peer(self.blob)
-        self.child.tell({"peer": self.kv.transport.metadata().hex()})
-        assert self.child.hear() == {"peer": self.kv.instance_id}
+        self.children = [self.child]
+        self.touched: set[int] = set()  # pages that were ever read into
+        self.child.blob = bytes.fromhex(self.child.hear()["metadata"])
+        self.meet(self.child)
+        self.blob, self.peer = self.child.blob, self.child.peer
 
-    def claim(self, name: str, num_pages: int) -> tuple[RequestKey, list[int]]:
+    def another(self) -> Child:
+        """One more holder."""
+        child = Child()
+        self.children.append(child)
+        child.blob = bytes.fromhex(child.hear()["metadata"])
+        return child
+
+    def meet(self, child: Child) -> None:
+        """Introduce a holder and this rank's present instance to each other."""
+        child.peer = self.kv.transport.add_peer(child.blob)
+        child.tell({"peer": self.kv.transport.metadata().hex()})
+        assert child.hear() == {"peer": self.kv.instance_id}
+
+    def claim(self, name: str, num_pages: int, child: Child | None = None) -> tuple[RequestKey, list[int]]:
         key = RequestKey(name, 0, 0)
         with self.kv.lock:
-            self.kv.pulls.claim(key, self.peer)
+            self.kv.pulls.claim(key, (child or self.child).peer)
             return key, self.kv.pool.take(num_pages, Holder(HolderKind.REQUEST, key))
 
-    def announce(self, key: RequestKey, num_pages: int) -> None:
+    def announce(self, key: RequestKey, num_pages: int, child: Child | None = None) -> None:
         """Let the holder announce, and the reader hear all of it."""
-        self.child.tell({"announce": num_pages, "request": key.request_id})
-        assert len(self.child.hear()["pages"]) == num_pages
+        child = child or self.child
+        child.tell({"announce": num_pages, "request": key.request_id})
+        assert len(child.hear()["pages"]) == num_pages
         self.until(lambda: self.kv.pulls._pulls[key].handoff)
 
     def begin(self, key: RequestKey, pages: list[int]) -> None:
+        self.touched |= set(pages)
         with self.kv.lock:
             self.kv.pulls.begin(key, dict(enumerate(pages)))
 
@@ -93,15 +119,15 @@ class Two:
         with self.kv.lock:
             self.kv.pool.release(Holder(HolderKind.REQUEST, key))
 
-    def hand_over(self, name: str, num_pages: int) -> None:
-        key, pages = self.claim(name, num_pages)
-        self.announce(key, num_pages)
+    def hand_over(self, name: str, num_pages: int, child: Child | None = None) -> None:
+        key, pages = self.claim(name, num_pages, child)
+        self.announce(key, num_pages, child)
         self.begin(key, pages)
         (event,) = self.ended()
         assert event.state is PullState.READY and isinstance(event.handoff, HandoffState) and event.handoff.first_token == 7
         view = self.kv.memory.page_bytes_view()
         assert all((view[page] == expected_byte(index)).all() for index, page in enumerate(pages))
-        assert self.child.hear() == {"ended": [[name, "released"]]}
+        assert (child or self.child).hear() == {"ended": [[name, "released"]]}
         self.free(key)
 
     def close(self) -> int:
@@ -122,11 +148,7 @@ def two(request, monkeypatch):
     pair = Two()
     pair.tls = request.param
     yield pair
-    if pair.child.process.poll() is None:
-        pair.child.process.kill()
-    pair.child.process.wait()
-    pair.child.process.stdin.close()
-    pair.child.process.stdout.close()
+    pair.child.end()
     pair.kv.close()
 
 

@@ -4,10 +4,12 @@ import os
 import threading
 from typing import Any
 
+import msgspec
+
 from services.runtime.config import Config
 from services.runtime.engine import StepClock, run_engine
-from services.runtime.errors import SetupError
-from services.runtime.ipc import EngineChannel, Stop, Up
+from services.runtime.errors import EngineError, SetupError
+from services.runtime.ipc import EngineChannel, RankLoad, Stop, Up
 
 UP = Up(instance_id="fake", peer=b"", fingerprint="f", max_model_len=100, vocab_size=260, page_size=64, num_pages=8, max_running=4)
 
@@ -22,7 +24,16 @@ def body(config: Config, rank: int, channel: EngineChannel[Any, Any], clock: Ste
         threading.Event().wait()  # for ever
     if behaviour == "long step":
         clock.begin(0.0)
+    if behaviour == "long step that was predicted":
+        clock.begin(1000.0)
+    if behaviour == "hand-off hangs":
+        clock.turn()
     channel.send(UP)
+    if behaviour == "renews":
+        channel.send(RankLoad(8, 0, 0, 0, 0, 0, 0))
+        channel.send(msgspec.structs.replace(UP, instance_id="fake2", former_instance_id="fake"))
+    if behaviour == "fails":
+        raise EngineError("the hand-off thread failed")
     if behaviour == "dies after up":
         channel.close()  # with what was sent
         os._exit(9)

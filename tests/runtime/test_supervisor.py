@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -101,6 +102,44 @@ async def test_a_stuck_engine_is_killed_and_replaced(
         assert world.rank.pid != first and not psutil.pid_exists(first)
 
 
+@pytest.mark.parametrize("behaviour", ["hand-off hangs", "fails"])
+async def test_b49_an_engine_whose_hand_off_thread_hangs_or_is_dead_is_replaced(
+    behave: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, behaviour: str
+) -> None:
+    behave(behaviour)
+    monkeypatch.setattr(supervisor_module, "STEP_S", 0.1)
+    async with supervised() as (world, _):
+        await until(lambda: bool(world.ups), "the engine is up")
+        behave("serves")
+        await until(lambda: world.downs == 1 and len(world.ups) == 2, "another has taken its place")
+
+
+@pytest.mark.parametrize("behaviour", ["long step that was predicted", "serves"])
+async def test_b49_a_long_step_that_was_predicted_and_idleness_end_nothing(
+    behave: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, behaviour: str
+) -> None:
+    """Both last many times every bound."""
+    behave(behaviour)
+    monkeypatch.setattr(supervisor_module, "STEP_S", 0.05)
+    monkeypatch.setattr(supervisor_module, "_WATCH_S", 0.02)
+    async with supervised() as (world, _):
+        await until(lambda: bool(world.ups), "the engine is up")
+        await asyncio.sleep(2.0)  # of heartbeats, each of which might be judged wrongly
+        assert world.downs == 0 and world.rank.up is not None
+
+
+async def test_a_front_that_was_stopped_blames_no_engine(behave: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP and SIGCONT of the front: heartbeats wait in the socket, and the silence was its own."""
+    behave("serves")
+    monkeypatch.setattr(supervisor_module, "HEARTBEAT_S", 1.5)
+    async with supervised() as (world, _):
+        await until(lambda: bool(world.ups), "the engine is up")
+        for _ in range(2):
+            time.sleep(2.0)  # noqa: ASYNC251 - the whole event loop stands still
+            await asyncio.sleep(0.6)
+        assert world.downs == 0 and world.rank.up is not None
+
+
 @pytest.mark.parametrize(("behaviour", "words"), [("refuses", "truncated"), ("dies", "exited with code 7")])
 async def test_an_engine_that_cannot_start_the_first_time_ends_the_front(
     behave: Callable[[str], None], behaviour: str, words: str
@@ -147,7 +186,7 @@ async def test_channel_is_closed_even_when_cancelled_twice(
     real_close = FrontChannel.close
     monkeypatch.setattr(FrontChannel, "close", lambda channel: (closed.append(channel), real_close(channel)))
     world = World()
-    life = asyncio.create_task(world.rank.live_once(lambda _rank, _event: None))
+    life = asyncio.create_task(world.rank.live_once(lambda _rank, _event: None, lambda _rank: None))
     await until(lambda: world.rank.up is not None, "the engine is up")
     life.cancel()
     await asyncio.sleep(0)  # it is killing the engine now

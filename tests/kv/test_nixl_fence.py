@@ -1,0 +1,109 @@
+"""The fence with real NIXL over TCP: a holder is stopped while a read is in flight, the reader renews its agent, the holder wakes.
+
+Over shared memory a stopped peer still reads fine, so only TCP shows this.
+"""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from proto.baton.v1 import common_pb2
+from services.kv.nixl_transport import NixlTransport
+from services.kv.pages import HolderKind
+from services.kv.pull import PullState
+from tests.kv.test_nixl import NUM_PAGES, PATIENCE_S, Two
+
+CLOSE_S = 5.0
+
+
+class Fenced(Two):
+    """The holder in `child` was stopped while it was read."""
+
+    def woken(self):
+        """It after SIGCONT, told that its lease is over; or what a supervisor would start in its place.
+
+        UCX 1.23 ends the process itself ("ucp_request.inl: unexpected error: Endpoint timeout"): it answers emulated reads that wait in the
+        socket over a connection whose failure it has just noticed. The same happens to a holder whose reader was killed.
+        """
+        told = self.child.process.stdout.readline()
+        if told:
+            assert json.loads(told) == {"ended": [["late", "aborted"]]}, "it was told before the agent went"
+            return self.child
+        assert self.child.process.wait(PATIENCE_S) == -signal.SIGABRT
+        return self.another()
+
+
+@pytest.fixture
+def two(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp,cuda_copy" if torch.cuda.is_available() else "tcp")
+    pair = Fenced()
+    yield pair
+    for child in pair.children:
+        child.end()
+    pair.kv.close()
+
+
+def stop_amid_a_read(two, num_pages: int) -> list[int]:
+    """Its pages; the request is over, they are in quarantine."""
+    key, pages = two.claim("late", num_pages)
+    two.announce(key, num_pages)
+    os.kill(two.child.process.pid, signal.SIGSTOP)
+    two.begin(key, pages)
+    two.until(lambda: two.kv.pulls.num_reads == 2)
+    two.skipped_s += 10
+    (event,) = two.ended()
+    assert (event.state, event.reason) == (PullState.ABORTED, common_pb2.READ_DEADLINE)
+    two.free(key)
+    assert two.kv.pool.num_quarantined == num_pages
+    return pages
+
+
+def test_a_fence_frees_pages_and_what_the_woken_peer_sends_never_lands(two):
+    two.hand_over("warm", 2)
+    pages = stop_amid_a_read(two, 6)
+    assert "6 of 12 pages" in two.kv.fence_reason()
+    former, old = two.kv.instance_id, two.kv.transport
+    assert isinstance(old, NixlTransport)
+    began = time.monotonic()
+    assert two.kv.renew_if_due() == former != two.kv.instance_id
+    assert time.monotonic() - began < CLOSE_S, "bounded, whatever the peer does"
+    assert two.kv.pool.num_available == NUM_PAGES and not two.kv.pool.pages.num_holds(HolderKind.QUARANTINE)
+    epochs = two.kv.memory.epochs.copy()
+
+    two.kv.memory.page_bytes_view()[:] = 0xEE
+    two.kv.memory.landing[:] = 0xEEEE
+    marks = two.kv.memory.page_bytes_view().copy()
+    two.touched = set()
+
+    healthy = two.another()  # while the first is still stopped
+    two.meet(healthy)
+    two.hand_over("healthy", 4, healthy)
+    assert two.kv.pool.num_available == NUM_PAGES
+    touched = two.touched
+    os.kill(two.child.process.pid, signal.SIGCONT)
+    woken = two.woken()
+    for _ in range(100):  # the woken peer sends whatever it had queued
+        two.kv.exchange.tick()
+        time.sleep(0.002)
+    untouched = [page for page in range(NUM_PAGES) if page not in touched]
+    assert (two.kv.memory.page_bytes_view()[untouched] == marks[untouched]).all() and set(untouched) & set(pages)
+    assert (two.kv.memory.landing[untouched] == 0xEEEE).all()
+
+    two.meet(woken)
+    two.hand_over("woken", NUM_PAGES, woken)
+    assert (two.kv.memory.epochs >= epochs).all(), "epoch words go on from where they were"
+    two.close()
+
+
+def test_a_renewal_without_any_trouble_costs_nothing_but_time(two):
+    two.hand_over("before", 3)
+    stats = two.kv.transport.stats
+    two.kv.renew_agent()
+    two.meet(two.child)
+    two.hand_over("after", 3)
+    assert two.kv.transport.stats.num_pages == 6 == stats.num_pages + 3, "the rank counts on"
+    assert two.close() == 0
