@@ -35,7 +35,7 @@ def rows(found: Report) -> list[Row]:
     """The promises of the issue as rows with a bar, the rest as figures."""
     demand = demand_of(found.minutes)
     conditions = (f"seed {found.seed}, {found.minutes:g} min, a fault every 10 s, {found.tokens_per_s:.0f} tokens/s, 2 routers, "
-                  "2 prefill and 3 decode fronts, UCX_TLS=tcp, demo model, everything on one machine")
+                  "3 prefill and 3 decode fronts, UCX_TLS=tcp, demo model, everything on one machine")
     owed = [
         Row("BREACHES", len(found.breaches), "", "lower", 0, 0, "; ".join(found.breaches) or conditions),
         Row("WRONG", found.tokens["wrong streams"], "streams", "lower", 0, 0, f"of {found.tokens['compared']} tokens compared with Mono, "

@@ -2,19 +2,22 @@
 
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
 from proto.baton.v1 import common_pb2, generation_pb2
+from services.doctor.chaos.control import RankControl
 from services.doctor.chaos.deck import Rotation, shuffled_decks
-from services.doctor.chaos.faults import KINDS, Fired
+from services.doctor.chaos.kinds import KINDS, Fired
 from services.doctor.chaos.load import Outcome, Seen
 from services.doctor.chaos.netns import Network, why_unavailable
 from services.doctor.chaos.report import Demand, Findings, Report, demand_of
@@ -23,7 +26,9 @@ from services.doctor.chaos.text import describe
 from services.doctor.chaos.verify import Verifier
 from services.doctor.chaos.worker import Job, Verdict
 from services.doctor.oracle import demo_reference
+from services.kv.fault_control import FaultControl
 from services.model.params import SamplingParams
+from services.runtime.config import FaultRates, load_config
 
 PROMPT = (0, *range(100, 140))
 PARAMS = SamplingParams(max_tokens=6, seed=3, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -53,6 +58,7 @@ def test_requests_are_of_the_kinds_asked_for() -> None:
     assert all(64 <= each.max_tokens <= 100 for each in params)
     assert any(each.is_greedy for each in params) and any(each.has_penalties and not each.is_greedy for each in params)
     assert {each.logprobs for each in params} == {-1, 0, 3} and any(template.stops for template in templates)
+    assert 5 < sum(template.num_choices == 2 for template in templates) < 40
     vanishing = [draw for draw in draws if draw.leaves_after is not None]
     assert 0.03 < len(vanishing) / len(draws) < 0.07
     tenants = Counter(draw.tenant for draw in draws)
@@ -240,3 +246,25 @@ def test_what_a_killed_run_left_is_removed_by_the_next() -> None:
     names = subprocess.run("ip netns list; ip link", shell=True, capture_output=True, text=True).stdout
     assert f"bc{killed.pid}" not in names
     assert left.wait(10) == -9
+
+
+def test_rank_control_steers_the_proxy_of_a_rank(tmp_path: Path) -> None:
+    """Both ends of the files: what the run writes, the rank reads and answers."""
+    control, signals = RankControl(tmp_path / "control0", "decode"), list[tuple[int, int]]()
+    assert load_config(None, [control.setting]).faults.control == str(tmp_path / "control0")
+    now = itertools.count()
+    file = tmp_path / "control0.decode.0.json"
+    rank = FaultControl(file, FaultRates(), lambda: next(now), lambda pid, number: signals.append((pid, number)))
+    assert rank.rates() is None
+    control.arm("fetching", signal.SIGKILL, 5)
+    assert rank.rates() == FaultRates() and not control.has_fired()
+    rank.reading("peer", [1], of_epochs=True)
+    assert not signals
+    rank.reading("peer", [1], of_epochs=False)
+    assert signals == [(5, signal.SIGKILL)] and control.has_fired()
+    control.rates(FaultRates(drop=0.5))
+    assert rank.rates() == FaultRates(drop=0.5)
+    control.clear()
+    assert rank.rates() == FaultRates()
+    control.arm("announced_last", signal.SIGSTOP)
+    assert not control.has_fired()

@@ -134,9 +134,12 @@ class Load:
     async def _one(self, draw: Draw) -> Outcome:
         outcome = Outcome(len(self.outcomes), draw, time.monotonic())
         self.outcomes.append(outcome)
-        fate: Fate = "failed"
+        fate: Fate = "hung"
         try:
             fate = await self._serve(outcome)
+        except asyncio.CancelledError:
+            outcome.error = "it was still running when the run had to end"
+            raise
         finally:
             outcome.fate, outcome.ended = fate, time.monotonic()
             self._on_end(outcome)

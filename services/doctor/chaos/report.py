@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from proto.baton.v1 import common_pb2, generation_pb2
-from services.doctor.chaos.faults import KINDS, Fired
+from services.doctor.chaos.kinds import KINDS, Fired
 from services.doctor.chaos.load import Outcome
 from services.doctor.chaos.worker import Verdict
 from services.doctor.oracle import EXCUSED_ONE_IN
@@ -56,6 +56,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     completed_share: float  # of those that did not vanish, while each pool had a serving rank
     errors: dict[str, int]
     faults: dict[str, dict[str, int]]  # kind -> variant -> times
+    armed: dict[str, int]  # of the faults armed on a moment, those that struck at it
     left_out: tuple[str, ...]  # kinds that cannot be had here
     paths: dict[str, int]
     num_retries: int  # that the router counted
@@ -103,7 +104,9 @@ class Findings:
         return Report(
             seed=self.seed, minutes=self.minutes, requests=requests, completed_share=share,
             errors=dict(Counter(_short(outcome.error) for outcome in self.outcomes if outcome.fate in ("failed", "hung"))),
-            faults=self._faults(), left_out=tuple(kind for kind in KINDS if kind not in self.kinds), paths=paths,
+            faults=self._faults(),
+            armed={"armed": sum(fired.hit is not None for fired in self.fired), "hit": sum(bool(fired.hit) for fired in self.fired)},
+            left_out=tuple(kind for kind in KINDS if kind not in self.kinds), paths=paths,
             num_retries=sum(line.num_retries for outcome in self.outcomes for line in outcome.timelines),
             reasons=dict(Counter(common_pb2.Reason.Name(recovery.reason) for recovery in recoveries)),
             tokens={

@@ -57,7 +57,7 @@ class Deal:
     num_templates: int = 300
     vanishing: float = 0.05
     fresh_tenants: float = 0.6
-    two_choices: float = 0.0
+    two_choices: float = 0.06
     _draw: random.Random = field(init=False)
     _templates: list[Template] = field(init=False)
     _long: list[Template] = field(init=False)

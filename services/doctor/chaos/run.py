@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 
 from proto.baton.v1 import common_pb2
+from services.doctor.chaos.actions import BACK_S
 from services.doctor.chaos.deck import shuffled_decks
-from services.doctor.chaos.faults import BACK_S, Faults
+from services.doctor.chaos.faults import Faults
 from services.doctor.chaos.load import SILENCE_S, Load, Outcome, Routers, Seen
 from services.doctor.chaos.report import Findings, Report, demand_of
 from services.doctor.chaos.requests import Deal
@@ -91,7 +92,10 @@ class Run:
             load.stop()
             self._findings.load_s = time.monotonic() - began
             self._say("no new faults; waiting for ranks to return and for streams to end")
-            await asyncio.wait_for(asyncio.gather(*striking, loading), 2 * (BACK_S + SILENCE_S))
+            await asyncio.wait({*striking, loading}, timeout=2 * (BACK_S + SILENCE_S))
+            for task in (*striking, loading):
+                if task.done():
+                    task.result()
         finally:
             await cancel(*striking, loading, telling, watching)
 

@@ -17,6 +17,7 @@ import grpc.aio
 import psutil
 
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc, registry_pb2_grpc
+from services.doctor.chaos.control import RankControl
 from services.doctor.chaos.netns import Host, Network, why_unavailable
 from services.doctor.watcher import Watcher
 from services.runtime.cluster import Cluster
@@ -25,7 +26,7 @@ from services.runtime.serve import Server, open_channel
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "dev.toml"
 ROLES = ("prefill", "decode")
-LAYOUT = {"prefill": 2, "decode": 3}
+LAYOUT = {"prefill": 3, "decode": 3}
 # Pools so small that a burst of long requests finds no free page.
 SETTINGS = ("model.max_model_len=1024", "prefill.num_pages=96", "decode.num_pages=40", "decode.max_running=16", "log.level=info")
 _PORT = 50100  # of a front in its own namespace
@@ -41,6 +42,7 @@ class Node:
     role: str
     address: str
     host: Host | None
+    control: RankControl
     fault: str = ""
 
 
@@ -101,8 +103,9 @@ class Stage:
         # Over shared memory a stopped peer can still be read, which hides everything.
         environment = ["env", "UCX_TLS=tcp", f"UCX_NET_DEVICES={'eth0' if host else 'lo'}"]
         prefix = [*(host.prefix if host else []), *environment]
-        name = cluster.add_front(role, 1, settings=[f"{role}.address={address}"], prefix=prefix)
-        return Node(name, role, address, host)
+        control = RankControl(self._log_dir / f"control{len(self.nodes)}", role)
+        name = cluster.add_front(role, 1, settings=[f"{role}.address={address}", control.setting], prefix=prefix)
+        return Node(name, role, address, host, control)
 
     def _is_complete(self) -> bool:
         return all(len(self.watcher.serving(role)) == number for role, number in LAYOUT.items())

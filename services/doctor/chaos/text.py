@@ -10,7 +10,7 @@ def describe(report: Report) -> str:
         f"chaos: seed {report.seed}, {report.minutes:g} minutes, {report.tokens_per_s:.0f} tokens/s",
         f"requests: {requests}; {report.completed_share:.2%} of those that had to complete did",
         *(f"  {number} x {error}" for error, number in report.errors.items()),
-        "faults:",
+        f"faults: {report.armed['hit']} of {report.armed['armed']} that were armed struck at their moment",
         *(f"  {kind:14} {sum(variants.values()):4}  {_counts(variants)}" for kind, variants in report.faults.items()),
         *(f"  {kind:14} left out: it cannot be had here" for kind in report.left_out),
         f"paths: {_counts(report.paths)}; because of {_counts(report.reasons) or 'nothing'}; {report.num_retries} retries spent",
