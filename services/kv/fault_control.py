@@ -56,7 +56,6 @@ class FaultControl:
     ) -> None:
         self._path, self._configured, self._clock, self._send_signal = path, configured, clock, send_signal
         self._looked_at, self._changed_ns = float("-inf"), 0
-        self._control = Control()
         self._arm: Arm | None = None
         self._keys: dict[tuple[str, int], RequestKey] = {}  # (holder, page) -> the request that it was announced for last
 
@@ -70,14 +69,14 @@ class FaultControl:
             changed_ns = self._path.stat().st_mtime_ns
             if changed_ns == self._changed_ns:
                 return None
+            self._changed_ns = changed_ns
             control = msgspec.json.decode(self._path.read_bytes(), type=Control)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
             _log.error("%s cannot be used: %s", self._path, error)
-            self._changed_ns = 0
             return None
-        self._changed_ns, self._control, self._arm = changed_ns, control, control.arm
+        self._arm = control.arm
         return control.rates or self._configured
 
     def said(self, peer: str, message: Message) -> None:

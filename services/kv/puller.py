@@ -204,6 +204,7 @@ class Puller:
         for read in ended:
             self._finish(read, now)
         for read in self.reads.take_late():
+            count_incident("page quarantined", common_pb2.READ_DEADLINE, len(read.local_pages))
             message = f"a read of {len(read.local_pages)} pages from {read.peer} is late; its pages are in quarantine"
             self._close_peer(read.peer, common_pb2.READ_DEADLINE, message)
         return bool(ended)
