@@ -137,7 +137,8 @@ class PrefillEngine:
         try:
             self.handoffs.add_readers(run.readers)
             with self._kv.lock:
-                self.handoffs.check_instance(run.instance_id)
+                if run.readers:
+                    self.handoffs.check_instance(run.instance_id)
                 if self._requests.of_run(run.key) or any(self.handoffs.knows(key) for key in run.keys):
                     message = f"attempt {run.key.attempt} of a choice of request {run.key.request_id} is here already; raise the attempt"
                     raise HandoffError(common_pb2.STALE_ATTEMPT, message)

@@ -39,7 +39,7 @@ class Handoffs:
         self.on_renewed: Callable[[str], None] = lambda former: None  # set before start(); runs when the transfer agent was renewed
         self._kv, self._step_clock = kv, step_clock
         self._peers = Peers(lambda: kv.transport)
-        self._ended: deque[LeaseEnded] = deque()
+        self._ended: deque[LeaseEnded] = deque()  # bounded: a lease ends once, and only the main loop, which takes these, begins any
         self._stopping = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._drive, name="handoff", daemon=True)

@@ -11,6 +11,7 @@ from services.kv.hash import page_digests
 from services.kv.layout import PAGE_SIZE
 from services.kv.messages import Ended, PenaltyCounts, RequestKey, decode
 from services.kv.pages import Holder, HolderKind
+from services.kv.pull import PullState
 from services.kv.puller import PullEnded
 from services.kv.rank_kv import RankKv
 from services.model.params import SamplingParams
@@ -327,17 +328,43 @@ def test_a_renewed_agent_voids_what_hangs_on_the_old_one(rig: Rig, state: str, t
     rig.turn(turns)
     unread = rig.run(num_tokens=400, first=9, name="unread", read=False)
     rig.events()
+    former = rig.kv.instance_id
+    assert rig.kv.renew_agent() == former != rig.kv.instance_id
     with rig.kv.lock:
-        rig.kv.leases.abort_all(common_pb2.FENCED, "agent renewed")
         rig.kv.pool.release(other)
-    rig.turn(6)
+    num_told = len(rig.sent)
+    rig.turn(8)
     *ended, done = rig.events()
     if state == "leased":
-        assert ended == [LeaseOver(choice, common_pb2.FENCED, "agent renewed") for choice in keys_of(key, 2)]
+        assert [(type(event), event.key, event.reason) for event in ended] == [(LeaseOver, c, common_pb2.FENCED) for c in keys_of(key, 2)]  # pyright: ignore[reportAttributeAccessIssue]
     else:
-        assert ended == [RunFailed(key, common_pb2.FENCED, "agent renewed")]
+        [failed] = ended
+        assert isinstance(failed, RunFailed) and (failed.key, failed.reason) == (key, common_pb2.FENCED) and former in failed.message
     assert told(rig) == [(common_pb2.FENCED, choice) for choice in range(2)]
+    assert len(rig.sent) == num_told, "nobody hears anything of what hung on the old agent"
     assert isinstance(done, RunDone) and done.key == unread, "what nobody reads goes on"
+    again = rig.run(num_tokens=100, attempt=1)
+    rig.turn()
+    rig.reader_kv.transport.add_peer(rig.kv.transport.metadata())
+    rig.claim(again, 100)
+    assert rig.pull().state is PullState.READY, "the new agent serves"
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_an_agent_renewed_during_a_forward(rig: Rig, chunk: int):
+    """The chunk, perhaps the last, is computed for readers that are void: it is announced to nobody and fails as free to try again."""
+    key = rig.run(num_tokens=512, n=2)
+    rig.turn(chunk - 1)
+    rig.forward.during = lambda: rig.kv.renew_agent() and None
+    num_told = len(rig.sent)
+    assert rig.engine.turn() and rig.events() == []
+    rig.forward.during = lambda: None
+    assert [decode(payload).key for payload in rig.sent[num_told:] if not isinstance(decode(payload), Ended)] == []
+    rig.turn(2)
+    [failed] = rig.events()
+    assert isinstance(failed, RunFailed) and failed.reason == common_pb2.FENCED
+    assert told(rig) == [(common_pb2.FENCED, choice) for choice in range(2)]
+    assert rig.kv.pool.num_available == 16 and key == failed.key
 
 
 def test_a_run_for_the_agent_before_is_refused_at_no_cost(rig: Rig):
