@@ -158,6 +158,7 @@ class DecodeSession:
 
     def __init__(self) -> None:
         self.replies: asyncio.Queue[decode_pb2.SessionReply | None] = asyncio.Queue()
+        self.live: set[int] = set()  # handles that are neither over nor cancelled
         self._sequence = 0
 
     def opened(self) -> None:
@@ -183,11 +184,13 @@ class DecodeSession:
         ))
 
     def finished(self, submit: decode_pb2.Submit, num_tokens: int, reason: common_pb2.FinishReason, stop_id: int = 0) -> None:
+        self.live.discard(submit.handle)
         self.send(finished=decode_pb2.RequestFinished(
             handle=submit.handle, attempt=submit.key.attempt, reason=reason, num_output_tokens=num_tokens, stop_token_id=stop_id
         ))
 
     def failed(self, submit: decode_pb2.Submit, reason: common_pb2.Reason) -> None:
+        self.live.discard(submit.handle)
         self.send(failed=decode_pb2.RequestFailed(handle=submit.handle, attempt=submit.key.attempt, reason=reason, message="scripted"))
 
     def say(self, word: type[Any], submit: decode_pb2.Submit, **fields: Any) -> None:
@@ -197,6 +200,7 @@ class DecodeSession:
 
     def end(self) -> None:
         """Break the session from decode's side."""
+        self.live.clear()
         self.replies.put_nowait(None)
 
 
@@ -239,16 +243,19 @@ class FakeDecode(FakeRank, decode_pb2_grpc.DecodeServicer):
             async for request in requests:
                 if request.HasField("submit"):
                     self.submits.append(request.submit)
+                    session.live.add(request.submit.handle)
                     self.sources[request.submit.handle] = Source(self.world, session, request.submit)
                     tasks[request.submit.handle] = asyncio.ensure_future(self._serve(session, request.submit))
                 elif request.HasField("cancel"):
                     self.cancels.append(request.cancel)
+                    session.live.discard(request.cancel.handle)
                     tasks[request.cancel.handle].cancel()
                     self.sources[request.cancel.handle].abort()
                 elif request.HasField("move"):
                     self.moves.append(request.move)
                     self.sources[request.move.handle].on(request.move)
         finally:
+            session.live.clear()
             for task in tasks.values():
                 task.cancel()
 

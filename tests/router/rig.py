@@ -114,12 +114,13 @@ class World:
         return answer
 
     async def settle(self) -> None:
-        """Nothing of any request is left in the router."""
+        """Nothing of any request is left in the router, nor at a decode rank that could still be told."""
         def left() -> list[str]:
             states = [*self.router.pool.usable("prefill"), *self.router.pool.usable("decode")]
             found = [f"{state.name} has {state.num_own_requests}" for state in states if state.num_own_requests]
             found += [f"{state.name}'s session has {state.session.num_requests}" for state in states if state.session]
             found = [text for text in found if not text.endswith(" 0")]
+            found += [f"{decode.instance_id} has {session.live}" for decode in self.decodes for session in decode.sessions if session.live]
             return found + ([f"{self.router.dispatcher.num_requests} requests"] if self.router.dispatcher.num_requests else [])
 
         await until(lambda: not left(), "nothing of any request is left in the router")
