@@ -197,7 +197,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 self._submit(session, request.submit)
             case "cancel":
                 if session.requests.pop(request.cancel.handle, None) is not None:
-                    session.rank.send(Cancel(session.number, request.cancel.handle, wire.to_reason(request.cancel.reason)))
+                    with contextlib.suppress(EngineError):  # it reads no more commands: its supervisor is about to end it
+                        session.rank.send(Cancel(session.number, request.cancel.handle, wire.to_reason(request.cancel.reason)))
             case "move":
                 self._move(session, request.move)
             case kind:
@@ -234,7 +235,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             INCIDENTS.labels("move refused", "FINGERPRINT_MISMATCH").inc()
             session.push(wire.to_reply(refused, session.requests))
         else:
-            session.rank.send(wire.to_move(session.number, message))
+            try:
+                session.rank.send(wire.to_move(session.number, message))
+            except EngineError as error:  # that it is dead, all of the session will hear when the front does
+                session.push(wire.to_reply(Resumed(session.number, handle, common_pb2.ENGINE_DIED, str(error)), session.requests))
 
     def _fail(self, session: RouterSession, handle: int, reason: int, message: str) -> None:
         session.push(wire.failed(handle, session.requests.pop(handle, 0), reason, message))

@@ -133,7 +133,7 @@ class FrontChannel(Generic[Command, Event]):
         try:
             self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
         except zmq.Again:
-            raise EngineError(f"the engine left {_QUEUE_BOUND} commands unread; it is restarted") from None
+            raise EngineError(f"the engine is gone, or left {_QUEUE_BOUND} commands unread; it is restarted") from None
 
     async def receive(self) -> Event:
         """Next event. Raises EngineError on bytes that are no event."""

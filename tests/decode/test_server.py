@@ -210,6 +210,23 @@ async def test_rank_that_takes_no_command_fails_the_request(rig: Rig) -> None:
     call.cancel()
 
 
+async def test_an_engine_that_takes_no_command_costs_no_other_request_its_session(rig: Rig) -> None:
+    """Between an engine's death and the front's hearing of it: a cancel or a step of a move must not break the stream of all."""
+    call = await rig.opened()
+    await call.write(submit(1))
+    await call.write(submit(2))
+    submitted, _ = await rig.commands(2)
+    rig.rank.is_down = True
+    await call.write(decode_pb2.SessionRequest(cancel=decode_pb2.Cancel(handle=1)))
+    await call.write(move(decode_pb2.Move.PAUSE, handle=2))
+    resumed = (await call.read()).resumed
+    assert (resumed.handle, resumed.reason) == (2, common_pb2.ENGINE_DIED)
+    rig.emit(Claimed(submitted.session, 2, 0))
+    assert (await call.read()).claimed.handle == 2, "the session lives until its engine is known to be dead"
+    assert rig.service.num_active() == 1
+    call.cancel()
+
+
 def move(step: decode_pb2.Move.Step, handle: int = 1, **fields: object) -> decode_pb2.SessionRequest:
     return decode_pb2.SessionRequest(move=decode_pb2.Move(handle=handle, step=step, new_attempt=4, **fields))  # type: ignore[arg-type]
 

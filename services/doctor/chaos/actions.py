@@ -16,11 +16,11 @@ from services.kv.fault_control import Moment
 from services.runtime.config import FaultRates
 from services.runtime.supervisor import HEARTBEAT_S
 
-ARM_S = 3.0
+ARM_S = 5.0
 BACK_S = 60.0  # a rank that is not back by then is a breach
 _SHORT_S, _LONG_S = HEARTBEAT_S / 2, HEARTBEAT_S + 5.0
 _PROXY_S = 6.0
-_NUM_SLOW, _NUM_LONG = 4, 10
+_NUM_SLOW, _NUM_LONG = 4, 8
 
 Act = Callable[[Node, Fired], Awaitable[None]]
 Part = Literal["engine", "front", "node"]

@@ -66,7 +66,7 @@ class Deal:
         self._draw = random.Random(self.seed)
         prefixes = [self._ids(length) for length in (64, 64, 130, 192, 256, 300)]
         self._templates = [self._template(prefixes) for _ in range(self.num_templates)]
-        self._long = [Template((_BOS, *self._ids(40)), SamplingParams(max_tokens=600, seed=self._draw.getrandbits(63), ignore_eos=True))
+        self._long = [Template((_BOS, *self._ids(40)), SamplingParams(max_tokens=400, seed=self._draw.getrandbits(63), ignore_eos=True))
                       for _ in range(6)]
 
     def next(self) -> Draw:
@@ -77,7 +77,7 @@ class Deal:
         return Draw(template, tenant, leaves_after)
 
     def long(self) -> Draw:
-        """A request whose output alone fills ten pages."""
+        """A request whose output alone fills six pages."""
         return Draw(self._draw.choice(self._long), f"t{self._draw.getrandbits(48):x}")
 
     def slow(self) -> Draw:
