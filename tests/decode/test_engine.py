@@ -138,3 +138,29 @@ def test_broken_handoff_thread_ends_the_rank(threads: Threads) -> None:
     threads.channel.fail_with = RuntimeError("a bug")
     threads.main.join(PATIENCE_S)
     assert not threads.main.is_alive() and isinstance(threads.raised[0].__cause__, RuntimeError)
+
+
+def test_a_renewed_agent_keeps_what_runs_and_frees_what_was_late(threads: Threads) -> None:
+    """A third of the pool is in quarantine: the hand-off thread renews the agent, says so, and the running request goes on."""
+    rig = threads.rig
+    threads.submit(1, 900)
+    threads.until(lambda: rig.of(StepOut))
+    rig.fabric.hold_reads = True
+    late = [rig.spec([2 + i] * 512, greedy(4)) for i in range(3)]
+    for handle, spec in enumerate(late, start=2):
+        threads.channel.commands.put(Submit(1, handle, spec))
+        rig.holder.hand_off(spec, rig.kv)
+    threads.until(lambda: len(rig.fabric.reads) == 3)
+    former, reads = rig.kv.instance_id, list(rig.fabric.reads)
+    rig.clock.now += 6.0
+    threads.until(lambda: threads.renewed)
+    assert threads.renewed == [former] and rig.kv.instance_id != former
+    assert sorted((event.handle, event.reason) for event in rig.of(Failed)) == [(n, common_pb2.READ_DEADLINE) for n in (2, 3, 4)]
+    for read in reads:
+        read.complete()  # the holder's network is back: nothing of it lands
+    rig.fabric.hold_reads = False
+    rig.holder.kv.transport.add_peer(rig.kv.transport.metadata())
+    threads.submit(5, 5)
+    threads.until(lambda: len(rig.of(Finished)) == 2)
+    assert rig.tokens(1) == mono(PROMPT, 900) and rig.tokens(5) == mono(PROMPT, 5)
+    threads.until(lambda: rig.kv.pool.num_available == rig.kv.pool.num_pages)
