@@ -15,7 +15,6 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 ModelLength = Literal[0] | Annotated[int, msgspec.Meta(ge=2)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # A name, an IPv4 address or an IPv6 address in brackets, then a port.
 _PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[0-5]?\d{1,4})"
