@@ -19,7 +19,7 @@ from services.decode.scheduler import Scheduler
 from services.kv.lease import LeaseEnded, LeaseState
 from services.kv.messages import HandoffState, RequestKey
 from services.kv.rank_kv import RankKv
-from services.runtime.telemetry import INCIDENTS
+from services.runtime.telemetry import count_incident
 
 PAUSE_S = 2.0
 
@@ -60,7 +60,7 @@ class Moves:
                 message = f"attempt {command.new_attempt} does not follow {request.key.attempt}, which runs here"
                 self._emit(Resumed(command.session, command.handle, common_pb2.STALE_ATTEMPT, message))
             case _:
-                INCIDENTS.labels("move command ignored", "").inc()
+                count_incident("move command ignored")
                 _log.info("%s of handle %d to attempt %d ignored", type(command).__name__, command.handle, command.new_attempt)
 
     def pages_final(self, request: Request) -> None:

@@ -70,7 +70,8 @@ class Exchange:
             return _READING_PAUSE_S
         if len(self.pulls):
             return _CLAIMED_PAUSE_S
-        return _SERVING_PAUSE_S if self.leases.is_serving else _IDLE_PAUSE_S
+        with self._lock:  # the main loop opens leases meanwhile
+            return _SERVING_PAUSE_S if self.leases.is_serving else _IDLE_PAUSE_S
 
     def tick(self) -> list[HandoffEvent]:
         """Read messages, expire, renew, post, poll, verify; returns what ended."""

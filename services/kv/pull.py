@@ -82,6 +82,11 @@ class Pull:
         return bool(self._later)
 
     @property
+    def is_open(self) -> bool:
+        """Whether pages are wanted as they are announced."""
+        return self._room is not None
+
+    @property
     def heard_any(self) -> bool:
         """Whether the holder has announced anything."""
         return self.next_sequence > 0 or bool(self._later)
@@ -139,7 +144,8 @@ class Pull:
     @property
     def is_complete(self) -> bool:
         """Whether the last announcement is here and every page wanted was read."""
-        return self.state is PullState.FETCHING and self.handoff is not None and not self._to_read and self.num_reads == 0
+        is_read = not self._to_post and not self._to_read and self.num_reads == 0
+        return self.state is PullState.FETCHING and self.handoff is not None and is_read
 
     @property
     def is_short(self) -> bool:

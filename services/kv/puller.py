@@ -30,6 +30,7 @@ from services.runtime.errors import EngineError, HandoffError
 from services.runtime.telemetry import count_incident
 
 FIRST_RENEWAL_S = 0.05
+OPEN_RENEWAL_S = 0.5  # of a request that its holder still runs: a pause lasts 2 s at most, and its one announcement may be lost
 READ_GRACE_S = 5.0
 READ_FLOOR_BYTES_PER_S = 100e6  # a read slower than this is late
 EPOCH_BYTES = 8
@@ -214,8 +215,10 @@ class Puller:
     def _renew(self, pull: Pull, now: float) -> None:
         if pull.silent_since is not None and now - pull.silent_since >= self._ttl_s / 2:
             self._fail(pull, common_pb2.LEASE_EXPIRED, f"holder {pull.holder} gave no answer for {self._ttl_s / 2:g} s")
+            return
+        interval = OPEN_RENEWAL_S if pull.is_open else self._ttl_s / 6
         # A gap is asked for at once, but once a renewal's answer: silence means that the question is on its way.
-        elif now - pull.last_renewed >= self._ttl_s / 6 or (pull.has_gap and pull.silent_since is None):
+        if now - pull.last_renewed >= interval or (pull.has_gap and pull.silent_since is None):
             pull.last_renewed = now
             pull.silent_since = now if pull.silent_since is None else pull.silent_since
             reader = self._transport.instance_id

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.decode.move_rig import MoveRig
 from tests.decode.rig import Rig
 
 
@@ -23,3 +24,21 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
 @pytest.fixture
 def rig(make_rig: Callable[..., Rig]) -> Rig:
     return make_rig()
+
+
+@pytest.fixture
+def make_move_rig() -> Iterator[Callable[..., MoveRig]]:
+    rigs: list[MoveRig] = []
+
+    def make(**fields: Any) -> MoveRig:
+        rigs.append(MoveRig(**fields))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.assert_conserved()
+
+
+@pytest.fixture
+def moving(make_move_rig: Callable[..., MoveRig]) -> MoveRig:
+    return make_move_rig()

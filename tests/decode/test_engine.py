@@ -8,7 +8,22 @@ import pytest
 
 from proto.baton.v1 import common_pb2
 from services.decode.engine import HandoffThread
-from services.decode.messages import Cancel, Failed, Finished, SessionLost, StepOut, Submit
+from services.decode.messages import (
+    Cancel,
+    CaughtUp,
+    Failed,
+    Finished,
+    Granted,
+    MovePause,
+    MoveStart,
+    Paused,
+    Ready,
+    Resumed,
+    SessionLost,
+    StepOut,
+    Submit,
+)
+from services.kv.messages import PeerRank, RequestKey
 from services.runtime.engine import StepClock
 from services.runtime.errors import EngineError
 from services.runtime.ipc import RankLoad, Stop
@@ -132,6 +147,57 @@ def test_stop_fails_what_is_left_as_draining(threads: Threads) -> None:
     threads.until(lambda: threads.rig.fetcher.num_claims)
     threads.stop()
     assert [(event.handle, event.reason) for event in threads.rig.of(Failed)] == [(2, common_pb2.DRAINING), (1, common_pb2.DRAINING)]
+
+
+def peer(rig: Rig, address: str) -> PeerRank:
+    return PeerRank(rig.kv.instance_id, address, 0, rig.kv.transport.metadata())
+
+
+def test_move_between_the_threads_of_two_ranks(make_rig: Callable[..., Rig]) -> None:
+    source = Threads(make_rig(num_pages=64))
+    target = Threads(make_rig(num_pages=64, beside=source.rig))
+    source.submit(1, 600)
+    source.until(lambda: len(source.rig.of(StepOut)) > 20)
+    told = source.rig.tokens(1)
+    key, holder = RequestKey("r1", 0, 1), peer(source.rig, "decode:1")
+    spec = source.rig.spec(PROMPT + told, greedy(600), key=key, num_output_tokens=len(told), source=holder, is_move=True)
+    target.channel.commands.put(Submit(1, 2, spec))
+    source.until(lambda: target.rig.of(Granted))
+    source.channel.commands.put(MoveStart(1, 1, 1, peer(target.rig, "decode:2")))
+    source.until(lambda: target.rig.of(CaughtUp) or target.rig.of(Failed))
+    source.channel.commands.put(MovePause(1, 1, 1))
+    source.until(lambda: (source.rig.of(Failed) or source.rig.of(Finished)) and target.rig.of(Finished))
+    assert source.rig.of(Paused) and source.rig.end(1).reason == common_pb2.REPLACED
+    (ready,) = target.rig.of(Ready)
+    assert source.rig.tokens(1)[: ready.position] + target.rig.tokens(2) == mono(PROMPT, 600)
+    source.stop()
+    target.stop()
+
+
+def test_reader_that_cannot_be_met_is_told_by_the_handoff_thread(threads: Threads) -> None:
+    threads.submit(1, 1500)
+    threads.until(lambda: threads.rig.of(StepOut))
+    threads.channel.commands.put(MoveStart(1, 1, 1, PeerRank("x", "decode:2", 0, b"garbage")))
+    threads.until(lambda: threads.rig.of(Resumed))
+    assert threads.rig.loop.num_moves == 0
+    threads.channel.commands.put(Cancel(1, 1, 0))
+    threads.until(lambda: not len(threads.rig.loop.scheduler))
+
+
+def test_commands_wait_in_the_fronts_queue_while_many_items_wait_for_the_loop(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.decode.engine._MAX_INBOX", 3)
+    channel = FakeChannel(rig)
+    handoff = HandoffThread(channel, rig.kv, rig.fetcher, rig.loop)  # type: ignore[arg-type]
+    for _ in range(5):
+        channel.commands.put(SessionLost(1))
+    for _ in range(8):
+        assert handoff._turn()
+    assert rig.loop.inbox.qsize() == 3 and channel.commands.qsize() == 2
+    assert rig.loop.take_waiting()
+    for _ in range(8):
+        assert handoff._turn()
+    assert rig.loop.inbox.qsize() == 2 and channel.commands.empty()
+    assert rig.loop.take_waiting()
 
 
 def test_broken_handoff_thread_ends_the_rank(threads: Threads) -> None:
