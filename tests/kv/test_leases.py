@@ -64,7 +64,7 @@ def test_only_a_queued_requests_own_reader_may_refuse_it(pair):
     say(pair, Ended, attempt(key, 1), reason=common_pb2.INVALID)
     for _ in range(1000):  # nobody's requests: they leave nothing behind
         say(pair, Ended, pair.key(), reason=common_pb2.INVALID)
-    assert pair.holder.exchange.tick() == [] and incidents("message to a holder ignored") == before + 1002
+    assert [pair.holder.exchange.tick() for _ in range(5)] == [[]] * 5 and incidents("message to a holder ignored") == before + 1002
     say(pair, Ended, key, reason=common_pb2.OVERLOADED)
     assert pair.holder.exchange.tick() == [LeaseEnded(key, LeaseState.ABORTED, common_pb2.OVERLOADED, "")]
     pair.assert_all_free()
