@@ -51,10 +51,11 @@ def rows(found: Report) -> list[Row]:
     paths = [Row(f"PATH {path}", number, "times", "higher", None if path == "RETRY" else demand.per_path,
                  None if path == "RETRY" else demand.per_path, f"reasons of all paths: {found.reasons}")
              for path, number in found.paths.items()]
-    spreads = {"STREAM-RECOVERY": (found.stream_recovery, "from a fault to the next token of a stream that it hit"),
-               "RANK-RECOVERY": (found.rank_recovery, "from a fault to all ranks serving again, the time it lasts included"),
-               "RANK-RETURN": (found.rank_recovery_after_release, "from a fault's end to all ranks serving again"),
-               "MOVE-PAUSE": (found.move_pause, "from a move's pause to the next token")}
+    spreads = {f"STREAM {kind}": (spread, "from a fault to the next token of a stream that it hit")
+               for kind, spread in found.stream_recovery.items()}
+    spreads |= {"RANK-RECOVERY": (found.rank_recovery, "from a fault to all ranks serving again, the time it lasts included"),
+                "RANK-RETURN": (found.rank_recovery_after_release, "from a fault's end to all ranks serving again"),
+                "MOVE-PAUSE": (found.move_pause, "from a move's pause to the next token")}
     times = [Row(f"{name} {part}", getattr(spread, field), "s", "lower", None, None, f"{meaning}; {spread.number} times")
              for name, (spread, meaning) in spreads.items() for part, field in (("p50", "median"), ("p99", "p99"), ("max", "most"))]
     return [*owed, *kinds, *paths, *times]

@@ -180,7 +180,7 @@ def test_recovery_is_from_the_fault_to_the_next_token_of_the_streams_it_hit() ->
     found = findings(hit, spared)
     found.fired = [Fired("sigkill", "v", "t", 3.0, released=3.0, back=9.0)]
     report = found.report(Demand())
-    assert (report.stream_recovery.number, report.stream_recovery.most) == (1, 4.5)
+    assert {kind: (spread.number, spread.most) for kind, spread in report.stream_recovery.items()} == {"all": (1, 4.5), "sigkill": (1, 4.5)}
     assert (report.rank_recovery.number, report.rank_recovery.most) == (1, 6.0)
 
 

@@ -62,7 +62,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     num_retries: int  # that the router counted
     reasons: dict[str, int]
     tokens: dict[str, int]  # compared, excused, wrong streams, repeated after a router's death
-    stream_recovery: Spread  # from the fault to the next token of each stream that it hit
+    stream_recovery: dict[str, Spread]  # by kind, and of "all": from the fault to the next token of each stream that it hit
     rank_recovery: Spread  # from the fault to all ranks serving again
     rank_recovery_after_release: Spread
     move_pause: Spread
@@ -115,7 +115,7 @@ class Findings:
                 "wrong streams": sum(bool(verdict.wrong) for verdict in self.verdicts),
                 "repeated": sum(len(seen.token_ids) for outcome in self.outcomes for seen in outcome.cut_short),
             },
-            stream_recovery=_spread(self._gaps()),
+            stream_recovery=self._stream_recovery(),
             rank_recovery=_spread([fired.back - fired.at for fired in returned]),
             rank_recovery_after_release=_spread([fired.back - fired.released for fired in returned]),
             move_pause=_spread([recovery.us / 1e6 for recovery in recoveries if recovery.path == generation_pb2.Recovery.MOVE]),
@@ -138,18 +138,21 @@ class Findings:
             table[fired.variant] = table.get(fired.variant, 0) + 1
         return found
 
-    def _gaps(self) -> list[float]:
+    def _stream_recovery(self) -> dict[str, Spread]:
         """From a fault to the next token of each stream that it hit: one that recovered, and whose longest wait held the fault."""
-        gaps: list[float] = []
+        gaps: dict[str, list[float]] = {"all": []}
         for outcome in self.outcomes:
             is_hit = outcome.num_failovers or any(line.recoveries or line.num_retries for line in outcome.timelines)
             if not is_hit or not outcome.arrivals:
                 continue
             times = [outcome.began, *outcome.arrivals]
             at = max(range(1, len(times)), key=lambda index: times[index] - times[index - 1])
-            struck = [fired.at for fired in self.fired if times[at - 1] <= fired.at < times[at]]
-            gaps += [times[at] - max(struck)] if struck else []
-        return gaps
+            struck = [fired for fired in self.fired if times[at - 1] <= fired.at < times[at]]
+            if struck:
+                gap = times[at] - struck[-1].at
+                gaps["all"].append(gap)
+                gaps.setdefault(struck[-1].kind, []).append(gap)
+        return {kind: _spread(seconds) for kind, seconds in gaps.items()}
 
     def _breaches(self, demand: Demand, share: float, paths: dict[str, int], num_long: int) -> list[str]:
         found = [sentence for sentences in (self._wrong_tokens(), self._not_over(), self._not_back()) for sentence in sentences]
