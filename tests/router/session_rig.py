@@ -22,7 +22,7 @@ class Inbox(Mailbox):
     """A request's mailbox that remembers everything."""
 
     def __init__(self) -> None:
-        super().__init__(10**6, lambda: None)
+        super().__init__(10**6)
         self.events: list[Any] = []
 
     def put(self, event: Event) -> None:
