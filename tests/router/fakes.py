@@ -61,6 +61,7 @@ class FakeRank:
         self.world = world
         self.role = role
         self.instance_id = f"{role}-{index}"
+        self.front_id = f"front-{self.instance_id}"
         self.fingerprint = "fp"
         self.max_model_len = MAX_MODEL_LEN
         self.server = Server("127.0.0.1:0", [])
@@ -76,7 +77,7 @@ class FakeRank:
     def member(self, *ranks: common_pb2.Rank) -> registry_pb2.Member:
         limits = registry_pb2.Limits(max_model_len=self.max_model_len, vocab_size=VOCAB, page_size=64, num_pages=20_000, max_running=8)
         return registry_pb2.Member(
-            front_id=f"front-{self.instance_id}", role=self.role, address=self.server.address, fingerprint=self.fingerprint, model="fake",
+            front_id=self.front_id, role=self.role, address=self.server.address, fingerprint=self.fingerprint, model="fake",
             wire_version=WIRE_VERSION, limits=limits, ranks=ranks or [self.rank], tp=1, ep=1,
         )
 
