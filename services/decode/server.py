@@ -18,7 +18,7 @@ from services.runtime.front import run_front
 from services.runtime.resume import RESUME_S
 from services.runtime.serve import WIRE_VERSION, Server, abort
 from services.runtime.supervisor import RankProcess
-from services.runtime.telemetry import INCIDENTS
+from services.runtime.telemetry import count_incident
 
 SERVICE = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
@@ -75,7 +75,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         """See PoolService. What concerns a request or session that is over here is dropped."""
         session = self._sessions.get(event.session)
         if session is None or not (isinstance(event, StepOut) or event.handle in session.requests):
-            INCIDENTS.labels("event of a request that is over", "").inc()
+            count_incident("event of a request that is over")
             return
         try:
             reply = wire.to_reply(event, session.requests)
@@ -160,7 +160,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         session = next((old for old in self._sessions.values() if (old.router_id, old.rank) == (asked.router_id, rank)), None)
         resumed = session is not None and session.can_resume(asked.next_message)
         if asked.next_message:
-            INCIDENTS.labels("session resumed" if resumed else "session not resumed", "").inc()
+            count_incident("session resumed" if resumed else "session not resumed")
         if session is None or not resumed:
             session = self._replace(session, rank, present, asked.router_id)
         stream = session.attach(asked.next_message or 1)
@@ -228,11 +228,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         """Pass a step of a move on; one that cannot be taken is answered by `resumed`: the request runs on here."""
         handle, up = message.handle, session.rank.up
         if handle not in session.requests:  # its end has crossed the move
-            INCIDENTS.labels("move of a request that is over", "").inc()
+            count_incident("move of a request that is over")
         elif message.step == decode_pb2.Move.START and up is not None and message.fingerprint != up.fingerprint:
             text = f"fingerprint is {up.fingerprint} here and {message.fingerprint} at the reader; pair ranks of one model and revision"
             refused = Resumed(session.number, handle, common_pb2.FINGERPRINT_MISMATCH, text)
-            INCIDENTS.labels("move refused", "FINGERPRINT_MISMATCH").inc()
+            count_incident("move refused", common_pb2.FINGERPRINT_MISMATCH)
             session.push(wire.to_reply(refused, session.requests))
         else:
             try:
@@ -253,7 +253,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         """The session is over: so are its requests, at the engine too."""
         del self._sessions[session.number]
         if session.requests and session.rank.up is not None and session.rank.up.instance_id == session.instance_id:
-            INCIDENTS.labels("session lost", "SESSION_LOST").inc()
+            count_incident("session lost", common_pb2.SESSION_LOST)
             logger.warning("session %d of router %s is lost with %d requests", session.number, session.router_id, len(session.requests))
             with contextlib.suppress(EngineError):  # it reads no more commands: its supervisor is about to end it
                 session.rank.send(SessionLost(session.number))

@@ -18,7 +18,7 @@ from services.router.validate import Limits
 from services.runtime.config import ADDRESS_PATTERN
 from services.runtime.errors import InvalidRequest
 from services.runtime.serve import WIRE_VERSION, open_channel
-from services.runtime.telemetry import INCIDENTS
+from services.runtime.telemetry import count_incident
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Pool:
         for other in self._ranks.values():
             if other.session is not None:
                 other.session.fence(former_id)
-        INCIDENTS.labels("rank renewed", "FENCED").inc()
+        count_incident("rank renewed", common_pb2.FENCED)
         logger.warning("%s rank %s goes on as %s; it was %s", rank.role, state.name, rank.instance_id, former_id)
 
     def _add(self, rank: common_pb2.Rank, member: registry_pb2.Member) -> None:
@@ -170,7 +170,7 @@ class Pool:
     def report(self, load: registry_pb2.Load) -> None:
         state = self._ranks.get(load.instance_id)
         if state is None:
-            INCIDENTS.labels("load report ignored", "STALE_INSTANCE").inc()
+            count_incident("load report ignored", common_pb2.STALE_INSTANCE)
         else:
             state.report(load)
 

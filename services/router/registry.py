@@ -6,12 +6,12 @@ from typing import Any
 
 import grpc.aio
 
-from proto.baton.v1 import registry_pb2, registry_pb2_grpc
+from proto.baton.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from services.router.pool import Pool
 from services.runtime.errors import InvalidRequest
 from services.runtime.resume import RESUME_S
 from services.runtime.serve import WIRE_VERSION, abort
-from services.runtime.telemetry import INCIDENTS
+from services.runtime.telemetry import count_incident
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServicer):
@@ -40,7 +40,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
                     welcome = registry_pb2.Welcome(router_id=self._pool.router_id, wire_version=WIRE_VERSION)
                     yield registry_pb2.RegistryUpdate(welcome=welcome)
                 elif self._streams.get(front_id) is not stream:
-                    INCIDENTS.labels("registry message of a stream that was replaced", "REPLACED").inc()
+                    count_incident("registry message of a stream that was replaced", common_pb2.REPLACED)
                 else:
                     self._take(update, front_id, role)
         except InvalidRequest as error:

@@ -9,17 +9,19 @@ has left the pool: every request is told SESSION_LOST, and a new session is dial
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from proto.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
-from services.router.mailbox import Draining, Mailbox, RankFailed, StepSlice
+from services.router.columns import slices_of
+from services.router.mailbox import Draining, Mailbox, RankFailed
 from services.runtime.errors import BatonError, Overloaded
 from services.runtime.resume import RESUME_S, ResumableStream
 from services.runtime.serve import ERROR_KEY, WIRE_VERSION, cancel, is_refused
-from services.runtime.telemetry import INCIDENTS
+from services.runtime.telemetry import count_incident
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +37,15 @@ class _Over(Exception):
     """The session cannot go on: the peer does not keep to the protocol, or has ended it."""
 
 
+@dataclass
 class _Entry:
-    """A request that the rank has: where its replies go, and the two incarnations that its hand-off hangs on."""
+    """A request that the rank has: where its replies go, and the two incarnations that its hand-off hangs on ("" once it is over)."""
 
-    def __init__(self, mailbox: Mailbox, submit: decode_pb2.Submit, reader_id: str) -> None:
-        self.mailbox = mailbox
-        self.attempt = submit.key.attempt
-        self.holder_id = submit.holder.instance_id  # both "" once the hand-off is over
-        self.reader_id = reader_id
-        self.holder_role = submit.holder.role
+    mailbox: Mailbox
+    attempt: int
+    holder_role: str
+    holder_id: str
+    reader_id: str
 
 
 class Session:
@@ -62,7 +64,7 @@ class Session:
         self._stream = ResumableStream(decode_pb2.SessionRequest)
         self._is_begun = False  # the front has, or had, the other end
         self._expiry: asyncio.TimerHandle | None = None  # while broken
-        self._call: Any = None
+        self._streaming: asyncio.Task[tuple[str, bool]] | None = None  # the present stream
         self.is_open = False
         self.is_draining = False
         self.num_ignored = 0  # replies to handles that are no more
@@ -83,7 +85,8 @@ class Session:
         handle = self._next_handle
         self._next_handle += 1
         submit.handle = handle
-        self._requests[handle] = _Entry(mailbox, submit, self._rank.instance_id)
+        holder = submit.holder
+        self._requests[handle] = _Entry(mailbox, submit.key.attempt, holder.role, holder.instance_id, self._rank.instance_id)
         if self.is_open:
             self._send(decode_pb2.SessionRequest(submit=submit))
         else:
@@ -112,13 +115,13 @@ class Session:
 
     def fence(self, former_id: str) -> None:
         """The agent `former_id` is no more: hand-offs that hang on it, as holder or reader, are void."""
-        for entry in list(self._requests.values()):
+        for entry in self._requests.values():
             if former_id in (entry.holder_id, entry.reader_id):
                 role = entry.holder_role if former_id == entry.holder_id else "decode"
                 entry.holder_id = entry.reader_id = ""
                 message = f"instance {former_id} has renewed its transfer agent; hand-offs under the old one are void"
                 entry.mailbox.put(RankFailed(entry.attempt, role, common_pb2.FENCED, message))
-                INCIDENTS.labels("hand-off void", "FENCED").inc()
+                count_incident("hand-off void", common_pb2.FENCED)
 
     async def close(self) -> None:
         """The rank is gone: tell every request and stop."""
@@ -136,10 +139,7 @@ class Session:
 
     async def _stay_connected(self) -> None:
         while True:
-            try:
-                message, may_resume = await self._connect()
-            except _Over as error:
-                message, may_resume = str(error), False
+            message, may_resume = await self._stream_once()
             was_open, self.is_open = self.is_open, False
             self._broke(message, may_resume)
             if was_open:
@@ -147,10 +147,23 @@ class Session:
             else:
                 await asyncio.sleep(_REDIAL_S)
 
+    async def _stream_once(self) -> tuple[str, bool]:
+        """As _connect(), in a task for _begin_anew() to cancel: a call cancelled while it connects leaves its writer waiting for ever."""
+        self._streaming = asyncio.create_task(self._connect())
+        try:
+            await asyncio.wait([self._streaming])
+        finally:
+            await cancel(self._streaming)
+        try:
+            return self._streaming.result()
+        except _Over as error:
+            return str(error), False
+        except asyncio.CancelledError:
+            return "the session began anew", False
+
     async def _connect(self) -> tuple[str, bool]:
         """One stream, until it breaks. Returns why, and whether the session may be resumed. Raises _Over when it cannot."""
         call: Any = self._stub.Session()
-        self._call = call
         writer: asyncio.Task[None] | None = None
         try:
             await call.write(decode_pb2.SessionRequest(open=decode_pb2.SessionOpen(
@@ -168,11 +181,6 @@ class Session:
             return str(error), True
         except BatonError as error:  # numbers that cannot be
             raise _Over(str(error)) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._call is not None or task is None or task.cancelling():
-                raise
-            raise _Over("the session began anew") from None
         finally:
             call.cancel()
             if writer is not None:
@@ -220,9 +228,8 @@ class Session:
         self._lose_all(message)
         self.is_open = False
         self._on_change()
-        if self._call is not None:
-            call, self._call = self._call, None
-            call.cancel()
+        if self._streaming is not None:
+            self._streaming.cancel()
 
     def _lose_all(self, message: str) -> None:
         """Every request is lost; the next session starts from nothing."""
@@ -240,7 +247,7 @@ class Session:
 
     def _lose(self, handle: int, message: str) -> None:
         entry = self._requests.pop(handle)
-        INCIDENTS.labels("request lost with its session", "SESSION_LOST").inc()
+        count_incident("request lost with its session", common_pb2.SESSION_LOST)
         entry.mailbox.put(RankFailed(entry.attempt, "decode", common_pb2.SESSION_LOST, message))
 
     # ---- replies
@@ -250,7 +257,12 @@ class Session:
             return
         kind = reply.WhichOneof("message")
         if kind == "step":
-            self._spread(reply.step)
+            for handle, columns in slices_of(reply.step):
+                entry = self._requests.get(handle)
+                if entry is None:
+                    self._ignore("step")
+                else:
+                    entry.mailbox.put(columns)
         elif kind == "draining":
             self._drain(reply.draining.seconds_left)
         elif kind in _TO_REQUEST:
@@ -261,7 +273,7 @@ class Session:
     def _drain(self, seconds_left: float) -> None:
         if not self.is_draining:
             self.is_draining = True
-            for entry in list(self._requests.values()):
+            for entry in self._requests.values():
                 entry.mailbox.put(Draining(entry.attempt, seconds_left))
             self._on_change()
 
@@ -277,23 +289,4 @@ class Session:
     def _ignore(self, kind: str) -> None:
         """A reply has crossed the end of its request."""
         self.num_ignored += 1
-        INCIDENTS.labels(f"{kind} of a request that is over", "").inc()
-
-    def _spread(self, step: decode_pb2.StepTokens) -> None:
-        """Give each request its columns. The columns become lists once for all of them."""
-        ids, logprobs, tops = list(step.token_ids), list(step.logprobs), list(step.top_logprobs)
-        drafts = step.num_accepted_drafts or [0] * len(step.handles)
-        columns = (step.attempts, step.first_index, step.num_tokens, drafts)
-        if {len(column) for column in columns} != {len(step.handles)} or sum(step.num_tokens) != len(ids):
-            raise _Over(f"a step's columns differ in length: {len(step.handles)} handles, {len(ids)} tokens")
-        if any(column and len(column) != len(ids) for column in (logprobs, tops)):
-            raise _Over(f"a step has {len(ids)} tokens but {len(logprobs)} logprobs and {len(tops)} top_logprobs")
-        start = 0
-        for handle, attempt, first_index, num_tokens, num_drafts in zip(step.handles, *columns, strict=True):
-            end = start + num_tokens
-            entry = self._requests.get(handle)
-            if entry is None:
-                self._ignore("step")
-            else:
-                entry.mailbox.put(StepSlice(attempt, first_index, ids[start:end], logprobs[start:end], tops[start:end], num_drafts))
-            start = end
+        count_incident(f"{kind} of a request that is over")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, TypeVar
 
 from services.runtime.errors import InvalidRequest, Overloaded
-from services.runtime.telemetry import INCIDENTS
+from services.runtime.telemetry import count_incident
 
 RESUME_S = 3.0  # how long a broken session waits for its router
 MAX_UNACKED = 10_000  # messages; a peer that leaves more unread is no longer alive
@@ -72,7 +72,7 @@ class ResumableStream(Generic[M]):
         if sequence > self.next_expected:
             raise InvalidRequest("sequence", sequence, f"the session's message {self.next_expected} is missing")
         if sequence < self.next_expected:
-            INCIDENTS.labels("session message came twice", "").inc()
+            count_incident("session message came twice")
             return False
         self._num_taken = sequence
         if self._num_taken - self._num_told >= ACK_EVERY:

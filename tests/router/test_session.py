@@ -150,9 +150,10 @@ async def test_the_front_gives_up_first_and_the_router_hears_it() -> None:
         assert [event.reason for event in inbox.events] == [common_pb2.SESSION_LOST] and rig.session.num_resumed == 0
 
 
-async def test_a_router_that_begins_anew_loses_what_it_had() -> None:
+@pytest.mark.parametrize("resume_s", [0.0, 0.01], ids=["while it dials", "between dials"])
+async def test_a_router_that_begins_anew_loses_what_it_had(resume_s: float) -> None:
     """Its own clock said 3 s first: the front's old session must not live on beside the new one."""
-    async with running_session(resume_s=0.01) as rig:
+    async with running_session(resume_s) as rig:
         command, inbox = await rig.submitted()
         rig.proxy.is_refusing = True
         rig.proxy.cut()
