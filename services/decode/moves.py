@@ -108,6 +108,10 @@ class Moves:
         with self._kv.lock:
             self.end(request, common_pb2.REPLACED, f"attempt {command.new_attempt} follows")
             self._scheduler.resume(request)
+            if not self._kv.transport.has_peer(command.reader.instance_id):  # closed, or the agent renewed, since it was met
+                message = f"reader {command.reader.instance_id} is a peer no more; move the request again"
+                self._emit(Resumed(command.session, command.handle, common_pb2.PEER_GONE, message))
+                return
             move = self._moves[request.id] = _Move(request, msgspec.structs.replace(request.key, attempt=command.new_attempt))
             self._kv.leases.open(move.key, [command.reader.instance_id])
             self._kv.leases.announce(move.key, self._next_pages(move, len(request.digests)))

@@ -187,7 +187,7 @@ def test_reader_that_cannot_be_met_is_told_by_the_handoff_thread(threads: Thread
 def test_commands_wait_in_the_fronts_queue_while_many_items_wait_for_the_loop(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.decode.engine._MAX_INBOX", 3)
     channel = FakeChannel(rig)
-    handoff = HandoffThread(channel, rig.kv, rig.fetcher, rig.loop)  # type: ignore[arg-type]
+    handoff = HandoffThread(channel, rig.kv, rig.fetcher, rig.loop, StepClock(), print)  # type: ignore[arg-type]
     for _ in range(5):
         channel.commands.put(SessionLost(1))
     for _ in range(8):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from proto.baton.v1 import common_pb2
-from services.decode.messages import CaughtUp, Failed, Finished, Granted, Paused, Ready, RequestEvent, Resumed, Stop
+from services.decode.messages import CaughtUp, Failed, Finished, Granted, MoveStart, Paused, Ready, RequestEvent, Resumed, Stop
 from services.decode.moves import PAUSE_S
 from services.kv.lease import LeaseEnded, LeaseState
-from services.kv.messages import RequestKey
+from services.kv.messages import PeerRank, RequestKey
 from services.model.params import SamplingParams
 from tests.decode.move_rig import HANDLE, MoveRig
 from tests.decode.rig import EOS, VOCAB, Rig, greedy, mono
@@ -370,6 +370,18 @@ def test_reader_that_is_no_peer_is_told_to_the_router(moving: MoveRig) -> None:
     moving.begin()
     (resumed,) = moving.of(Resumed)
     assert resumed.reason and not moving.source.loop.num_moves
+    run_on(moving)
+
+
+def test_reader_that_is_a_peer_no_more_is_told_to_the_router(moving: MoveRig) -> None:
+    """Met by the handoff thread, closed before the main loop came to it."""
+    moving.start(PROMPT, greedy(60), 5)
+    reader = PeerRank(moving.target.kv.instance_id, "decode:2", 0, moving.target.kv.transport.metadata())
+    command = MoveStart(1, HANDLE, 1, reader)
+    assert moving.source.fetcher.meet_reader(command)
+    moving.source.kv.transport.close_peer(reader.instance_id)
+    moving.command(command)
+    assert moving.of(Resumed)[0].reason == common_pb2.PEER_GONE and not moving.source.loop.num_moves
     run_on(moving)
 
 
