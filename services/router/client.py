@@ -23,6 +23,7 @@ ADDRESS_FILE = Path(".run/router")  # of the cluster that `make up` runs
 # Field of the request: its type, and what the router takes (services/router/validate.py); the client's own default of max_tokens is 128,
 # while the API's is all that fits.
 _NUMBERS: dict[str, tuple[type, str]] = {
+    "n": (int, "answers to the one prompt, each printed whole once it ends: from 1 to 16 (default 1, printed as it comes)"),
     "max_tokens": (int, "new tokens at most: from 1 (default 128)"),
     "min_tokens": (int, "new tokens at least: from 0, at most max-tokens (default 0)"),
     "temperature": (float, "0 = greedy, else from 0.001 to 100 (default 1)"),
@@ -155,16 +156,25 @@ def _sentence(error: grpc.aio.AioRpcError, address: str) -> str:
 
 
 async def _print_replies(arguments: argparse.Namespace, address: str, request: generation_pb2.GenerateRequest) -> None:
+    texts: dict[int, str] = {}  # of several choices, until each ends
     async for reply in stream(address, request, arguments.timeout):
         if reply.HasField("delta"):
-            print(reply.delta.text, end="", flush=True)
+            if request.n > 1:
+                texts[reply.delta.choice] = texts.get(reply.delta.choice, "") + reply.delta.text
+            else:
+                print(reply.delta.text, end="", flush=True)
             for token in reply.delta.tokens:
-                best = ", ".join(f"{i} {p:.4f}" for i, p in zip(token.top_logprobs.token_ids, token.top_logprobs.logprobs, strict=True))
-                print(f"[{token.id} {token.logprob:.4f}{'; best ' + best if best else ''}]", file=sys.stderr)
+                _print_logprobs(token, f"{reply.delta.choice}: " if request.n > 1 else "")
         elif reply.HasField("finished"):
-            print()
+            choice = reply.finished.choice
+            print(f"--- choice {choice}\n{texts.pop(choice, '')}" if request.n > 1 else "", flush=True)
             if arguments.timeline:
                 print(describe(reply.finished), file=sys.stderr)
+
+
+def _print_logprobs(token: common_pb2.Token, choice: str) -> None:
+    best = ", ".join(f"{i} {p:.4f}" for i, p in zip(token.top_logprobs.token_ids, token.top_logprobs.logprobs, strict=True))
+    print(f"[{choice}{token.id} {token.logprob:.4f}{'; best ' + best if best else ''}]", file=sys.stderr)
 
 
 def describe(finished: generation_pb2.Finished) -> str:
@@ -179,7 +189,16 @@ def describe(finished: generation_pb2.Finished) -> str:
         f"decode {timeline.decode_us / 1e3:.1f} ms on {timeline.decode_rank or 'no rank'}; TTFT {timeline.ttft_us / 1e3:.1f} ms,"
         f" TPOT {timeline.tpot_us / 1e3:.2f} ms; retries {timeline.num_retries}",
         f"routing: {timeline.routing}",
+        *(_describe_recovery(recovery) for recovery in timeline.recoveries),
     ))
+
+
+def _describe_recovery(recovery: generation_pb2.Recovery) -> str:
+    """One attempt after the first."""
+    path = generation_pb2.Recovery.Path.Name(recovery.path).lower()
+    reason = common_pb2.Reason.Name(recovery.reason) if recovery.reason in common_pb2.Reason.values() else str(recovery.reason)
+    took = f"{recovery.us / 1e3:.1f} ms without a token" if recovery.us else "it brought no token"
+    return f"{path} after {recovery.num_tokens} tokens: {recovery.role} said {reason}; {took}{', free' if recovery.is_free else ''}"
 
 
 def main() -> None:

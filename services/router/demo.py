@@ -1,6 +1,6 @@
 """`make demo`: a whole cluster on this machine, three prompts streamed at once, and where each one's time went.
 
-    python -m services.router.demo [--config deploy/dev.toml] [--prefill 2 --decode 2] [--max-tokens 96]
+    python -m services.router.demo [--config deploy/dev.toml] [--prefill 2 --decode 2] [--max-tokens 96] [--n 2]
 """
 
 import asyncio
@@ -40,11 +40,13 @@ PROMPTS = (
 
 
 class Story:
-    """One prompt, the text so far, and how it ended."""
+    """One choice of one prompt, the text so far, and how it ended."""
 
-    def __init__(self, index: int, prompt: str) -> None:
+    def __init__(self, index: int, prompt: str, name: str) -> None:
+        """`index`: of the request, from 1; `name`: what the reader sees."""
         self.index = index
         self.prompt = prompt
+        self.name = name
         self.text = ""
         self.num_tokens = 0
         self.finished: generation_pb2.Finished | None = None
@@ -55,19 +57,24 @@ class Story:
         body = Text("\n".join(self.prompt.splitlines()[-3:]) + "\n", style="dim") + Text(self.text)
         lines = body.wrap(console, width - 4)
         shown = Text("\n").join(lines[-max(height - 2, 1):] if height is not None else lines)
-        return Panel(shown, title=f"request {self.index}", subtitle=f"{self.num_tokens} tokens", width=width)
+        return Panel(shown, title=f"request {self.name}", subtitle=f"{self.num_tokens} tokens", width=width)
 
     def print_lines(self, console: Console, *, final: bool) -> None:
         """For output that is no terminal: whole lines as soon as they are there."""
         end = len(self.text) if final else self.text.rfind("\n") + 1
         for line in self.text[self._printed:end].splitlines():
-            console.print(f"[{self.index}] {line}", markup=False, highlight=False)
+            console.print(f"[{self.name}] {line}", markup=False, highlight=False)
         self._printed = max(end, self._printed)
 
 
-async def _tell(stub: generation_pb2_grpc.GenerationStub, story: Story, max_tokens: int, console: Console) -> None:
-    request = generation_pb2.GenerateRequest(text=story.prompt, max_tokens=max_tokens, temperature=0.8, seed=story.index, ignore_eos=True)
+async def _tell(stub: generation_pb2_grpc.GenerationStub, choices: Sequence[Story], max_tokens: int, console: Console) -> None:
+    """One request; what becomes of its choices goes into theirs."""
+    first = choices[0]
+    request = generation_pb2.GenerateRequest(
+        text=first.prompt, max_tokens=max_tokens, temperature=0.8, seed=first.index, ignore_eos=True, n=len(choices)
+    )
     async for reply in stub.Generate(request):
+        story = choices[reply.finished.choice if reply.HasField("finished") else reply.delta.choice]
         if reply.HasField("delta"):
             story.text += reply.delta.text
             story.num_tokens += len(reply.delta.token_ids)
@@ -89,7 +96,8 @@ def _panels(console: Console, stories: Sequence[Story], *, whole: bool) -> Rende
 async def _stream_all(address: str, stories: Sequence[Story], max_tokens: int, console: Console) -> None:
     async with open_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
-        streams = [asyncio.ensure_future(_tell(stub, story, max_tokens, console)) for story in stories]
+        requests = [[story for story in stories if story.index == index] for index in sorted({story.index for story in stories})]
+        streams = [asyncio.ensure_future(_tell(stub, choices, max_tokens, console)) for choices in requests]
         try:
             if console.is_terminal:
                 with Live(console=console, refresh_per_second=20, transient=True) as live:
@@ -110,13 +118,17 @@ def main() -> None:
     parser = argument_parser("Baton's demo: a cluster, three streams, a timeline")
     add_rank_arguments(parser)
     parser.add_argument("--max-tokens", type=int, default=96, help="new tokens a prompt (default 96)")
+    parser.add_argument("--n", type=int, default=1, choices=range(1, 5), help="choices a prompt, 1 to 4 (default 1)")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 80)
 
     async def demo(stopping: asyncio.Event) -> None:
         prefill, decode = rank_counts(arguments)
         cluster = Cluster(arguments.config, prefill=prefill, decode=decode, settings=arguments.set, report=say)
-        stories = [Story(index, prompt) for index, prompt in enumerate(PROMPTS, start=1)]
+        stories = [
+            Story(index, prompt, f"{index}.{choice}" if arguments.n > 1 else str(index))
+            for index, prompt in enumerate(PROMPTS, start=1) for choice in range(arguments.n)
+        ]
         try:
             await cluster.start(stopping)
             say("three prompts at once:")
@@ -125,7 +137,7 @@ def main() -> None:
                 raise Interrupted("the demo was interrupted; nothing is left running")
         finally:
             await cluster.stop()
-        ends = [story.finished for story in stories if story.finished is not None]
+        ends = {story.name: story.finished for story in stories if story.finished is not None}
         for table in (timeline_table(ends), rank_table(ends), transfer_table(ends)):
             console.print(table)
         console.print(LEGEND, highlight=False)

@@ -1,6 +1,6 @@
 """What the demo prints at its end: where each request's time went, who served it, what NIXL moved. All fits 80 columns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
@@ -25,31 +25,31 @@ def _table(title: str, numbers: Sequence[str], names: Sequence[str] = ()) -> Tab
     return table
 
 
-def timeline_table(ends: Sequence[generation_pb2.Finished]) -> Table:
+def timeline_table(ends: Mapping[str, generation_pb2.Finished]) -> Table:
     """Where each request's time went."""
     table = _table("where each request's time went (ms)", ("req", "queue", "prefill", "transfer", "exposed", "decode", "TTFT", "TPOT"))
-    for index, end in enumerate(ends, start=1):
+    for name, end in ends.items():
         line, moved = end.timeline, end.timeline.transfer
         spans = (line.queue_us, line.prefill_us, moved.read_us, moved.exposed_us, line.decode_us, line.ttft_us, line.tpot_us)
-        table.add_row(str(index), *(f"{span / 1000:.1f}" for span in spans))
+        table.add_row(name, *(f"{span / 1000:.1f}" for span in spans))
     return table
 
 
-def rank_table(ends: Sequence[generation_pb2.Finished]) -> Table:
+def rank_table(ends: Mapping[str, generation_pb2.Finished]) -> Table:
     """Tokens, and who served them."""
     table = _table("tokens, and who served them", ("req", "prompt", "cached", "output"), ("prefill rank", "decode rank"))
-    for index, end in enumerate(ends, start=1):
+    for name, end in ends.items():
         usage = end.usage
         tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        table.add_row(str(index), *map(str, tokens), end.timeline.prefill_rank, end.timeline.decode_rank)
+        table.add_row(name, *map(str, tokens), end.timeline.prefill_rank, end.timeline.decode_rank)
     return table
 
 
-def transfer_table(ends: Sequence[generation_pb2.Finished]) -> Table:
+def transfer_table(ends: Mapping[str, generation_pb2.Finished]) -> Table:
     """What NIXL moved for each request."""
     table = _table("what NIXL moved from prefill to decode", ("req", "pages", "already there", "bytes", "GB/s"), ("UCX transport",))
-    for index, end in enumerate(ends, start=1):
+    for name, end in ends.items():
         moved = end.timeline.transfer
         rate = moved.num_bytes / moved.read_us / 1000 if moved.read_us else 0.0
-        table.add_row(str(index), str(moved.num_pages), str(moved.num_cached_pages), f"{moved.num_bytes:,}", f"{rate:.2f}", moved.transport)
+        table.add_row(name, str(moved.num_pages), str(moved.num_cached_pages), f"{moved.num_bytes:,}", f"{rate:.2f}", moved.transport)
     return table

@@ -9,12 +9,13 @@ import grpc
 import grpc.aio
 import pytest
 
+from proto.baton.v1 import common_pb2, decode_pb2
 from services.router import client as client_module
 from services.router.client import find_router, stream
 from services.runtime.errors import SetupError
 from services.runtime.serve import ERROR_KEY
 from tests.router.byte_model import BOS, ids_of
-from tests.router.fakes import until
+from tests.router.fakes import DecodeSession, until
 from tests.router.rig import request_of, running
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,21 @@ async def test_client_prints_text_and_timeline(tmp_path: Path) -> None:
         assert "3 prompt tokens (0 cached), 6 new" in err and "TTFT" in err and "routing: prefill" in err
         sampling = world.prefills[0].runs[0].sampling
         assert (sampling.temperature, sampling.seed, sampling.top_p) == (0.0, 5, 0.5)
+
+
+async def test_client_prints_every_choice_and_what_was_tried_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
+        async def serve(session: DecodeSession, submit: decode_pb2.Submit) -> None:
+            is_first = submit.key.choice == 1 and submit.key.attempt == 0
+            await world.decodes[0].decode(session, submit, stop_after=2 if is_first else None)
+            if is_first:
+                session.failed(submit, common_pb2.PREEMPTED)
+
+        world.decodes[0].serve = serve
+        code, out, err = await run_client("hi", "--router", world.router.address, "--max-tokens", "4", "--n", "2", "--timeline")
+        assert code == 0 and sorted(out.split("--- ")) == ["", "choice 0\nabcd\n", "choice 1\nbcde\n"], err
+        assert "replay after 2 tokens: decode said PREEMPTED; " in err and "ms without a token, free" in err
+        assert world.prefills[0].runs[0].n == 2
 
 
 async def test_client_chats(tmp_path: Path) -> None:
