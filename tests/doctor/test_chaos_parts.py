@@ -22,6 +22,7 @@ from services.doctor.chaos.load import Outcome, Seen
 from services.doctor.chaos.netns import Network, why_unavailable
 from services.doctor.chaos.report import Demand, Findings, Report, demand_of
 from services.doctor.chaos.requests import Deal, Draw, Template
+from services.doctor.chaos.stage import Stage
 from services.doctor.chaos.text import describe
 from services.doctor.chaos.verify import Verifier
 from services.doctor.chaos.worker import Job, Verdict
@@ -159,6 +160,17 @@ def test_hung_and_silent_streams_are_breaches() -> None:
     assert "request 300 hung: silent" in only_breach(findings(*many, outcome(300, "hung", error="silent for 90 s")))
     failed = outcome(300, "failed", error="the stream ended in OK without its last message")
     assert "failed without a word" in only_breach(findings(*many, failed))
+
+
+def test_engines_that_end_by_themselves_are_told(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, print)
+    lines = [f'{{"message": "rank 0 (instance ab12) is down, exit code {code}"}}' for code in (-9, -6, 0, 1, -6, None)]
+    (tmp_path / "decode-6.log").write_text("\n".join(lines))
+    found = findings(outcome(1))
+    found.crashes += stage.crashes()
+    report = found.report(Demand())
+    assert report.crashes == {"decode-6's engine ended with exit code -6": 2, "decode-6's engine ended with exit code 1": 1}
+    assert "by itself: 2 x decode-6's engine ended with exit code -6" in describe(report)
 
 
 def test_demands() -> None:

@@ -68,6 +68,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     move_pause: Spread
     leaked: tuple[str, ...]
     hung_processes: tuple[str, ...]
+    crashes: dict[str, int]  # engines that ended by themselves: their requests failed over, but no fault of the run explains it
     settle_s: float
     unserved_s: float
     tokens_per_s: float
@@ -87,6 +88,7 @@ class Findings:
         self.unserved: list[tuple[float, float]] = []
         self.leaked: dict[str, str] = {}
         self.hung: list[str] = []
+        self.crashes: list[str] = []
         self.num_unverified = 0
         self.settle_s = 0.0
 
@@ -118,8 +120,10 @@ class Findings:
             stream_recovery=self._stream_recovery(),
             rank_recovery=_spread([fired.back - fired.at for fired in returned]),
             rank_recovery_after_release=_spread([fired.back - fired.released for fired in returned]),
-            move_pause=_spread([recovery.us / 1e6 for recovery in recoveries if recovery.path == generation_pb2.Recovery.MOVE]),
-            leaked=tuple(self.leaked.values()), hung_processes=tuple(self.hung), settle_s=self.settle_s,
+            move_pause=_spread([recovery.us / 1e6 for recovery in recoveries
+                                if recovery.path == generation_pb2.Recovery.MOVE and recovery.us]),
+            leaked=tuple(self.leaked.values()), hung_processes=tuple(self.hung),
+            crashes=dict(Counter(self.crashes)), settle_s=self.settle_s,
             unserved_s=sum(end - begin for begin, end in self.unserved),
             tokens_per_s=sum(outcome.num_tokens for outcome in self.outcomes) / max(self.load_s, 1e-9),
             breaches=tuple(self._breaches(demand, share, paths, requests["long"])),

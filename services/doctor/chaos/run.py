@@ -64,6 +64,7 @@ class Run:
             await self._settle()
             self._findings.unserved += self._stage.empty
             self._findings.hung += await self._stage.end_fronts()
+            self._findings.crashes += self._stage.crashes()
         finally:
             if sampler is not None:
                 await cancel(sampler)

@@ -6,6 +6,7 @@ Each front has a network namespace of its own where that can be had, and always 
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import time
@@ -32,6 +33,7 @@ SETTINGS = ("model.max_model_len=1024", "prefill.num_pages=96", "decode.num_page
 _PORT = 50100  # of a front in its own namespace
 _START_S = 120.0
 _POLL_S = 0.05
+_DOWN = re.compile(r"\(instance \w+\) is down, exit code (-?\d+)")
 
 
 @dataclass(eq=False)
@@ -173,6 +175,11 @@ class Stage:
             if not await self.wait_ended(name, 15.0):
                 hung.append(name)
         return hung
+
+    def crashes(self) -> list[str]:
+        """Engines that ended otherwise than by SIGKILL or when told to, as their fronts logged it: no fault of ours does that."""
+        found = [(log.stem, code) for log in sorted(self._log_dir.glob("*.log")) for code in _DOWN.findall(log.read_text(errors="replace"))]
+        return [f"{name}'s engine ended with exit code {code}" for name, code in found if code not in ("0", "-9")]
 
     async def close(self) -> None:
         """Nothing is left: processes, namespaces, the watcher."""
