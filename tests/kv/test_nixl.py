@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from proto.baton.v1 import common_pb2
+from services.kv.layout import KvLayout
 from services.kv.memory import KvMemory
 from services.kv.messages import HandoffState, RequestKey
 from services.kv.nixl_transport import NixlTransport
@@ -29,9 +30,9 @@ PATIENCE_S = 30.0
 class Child:
     """nixl_holder.py in a process of its own."""
 
-    def __init__(self) -> None:
-        shape = json.dumps([SMALL.num_layers, SMALL.kv_lora_rank, SMALL.rope_dim, SMALL.dtype])
-        command = [sys.executable, "-m", "tests.kv.nixl_holder", shape, str(NUM_PAGES)]
+    def __init__(self, layout: KvLayout, num_pages: int) -> None:
+        shape = json.dumps([layout.num_layers, layout.kv_lora_rank, layout.rope_dim, layout.dtype])
+        command = [sys.executable, "-m", "tests.kv.nixl_holder", shape, str(num_pages)]
         self.blob, self.peer = b"", ""
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -55,14 +56,16 @@ class Child:
 class Two:
     """A reader here, a holder there, introduced to each other."""
 
+    layout, num_pages = SMALL, NUM_PAGES
+
     def __init__(self) -> None:
         self.skipped_s = 0.0
-        self.child = Child()
+        self.child = Child(self.layout, self.num_pages)
         self.kv: RankKv = open_rank_kv(
-            layout=SMALL,
-            num_pages=NUM_PAGES,
+            layout=self.layout,
+            num_pages=self.num_pages,
             transport="nixl",
-            compatibility=compatible(SMALL),
+            compatibility=compatible(self.layout),
             clock=lambda: time.monotonic() + self.skipped_s,
         )
         self.children = [self.child]
@@ -73,7 +76,7 @@ class Two:
 
     def another(self) -> Child:
         """One more holder."""
-        child = Child()
+        child = Child(self.layout, self.num_pages)
         self.children.append(child)
         child.blob = bytes.fromhex(child.hear()["metadata"])
         return child
@@ -133,7 +136,7 @@ class Two:
     def close(self) -> int:
         """Conservation on both sides; the holder's exit status."""
         self.kv.check_integrity()
-        assert self.kv.pool.num_available == NUM_PAGES and self.kv.pulls.num_reads == 0
+        assert self.kv.pool.num_available == self.num_pages and self.kv.pulls.num_reads == 0
         if self.child.process.poll() is None:
             self.child.tell({"quit": True})
         self.child.process.wait(PATIENCE_S)

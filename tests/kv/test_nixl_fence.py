@@ -7,14 +7,17 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from proto.baton.v1 import common_pb2
+from services.kv.layout import KvLayout
 from services.kv.nixl_transport import NixlTransport
 from services.kv.pages import HolderKind
 from services.kv.pull import PullState
+from tests.kv.nixl_holder import expected_byte
 from tests.kv.test_nixl import NUM_PAGES, PATIENCE_S, Two
 
 CLOSE_S = 5.0
@@ -47,6 +50,67 @@ def two(monkeypatch):
     pair.kv.close()
 
 
+class Large(Fenced):
+    """Pages of 1 MiB: what is in flight fills the sockets' buffers many times."""
+
+    layout, num_pages = KvLayout(num_layers=8, kv_lora_rank=448, rope_dim=64, dtype="float32"), 48
+
+
+@pytest.fixture
+def large(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp,cuda_copy" if torch.cuda.is_available() else "tcp")
+    pair = Large()
+    yield pair
+    for child in pair.children:
+        child.end()
+    pair.kv.close()
+
+
+def num_unread_bytes() -> int:
+    """The most that waits in one TCP socket of this process."""
+    links = [os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if os.path.islink(fd.path)]
+    ours = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return max((int(row[4].split(":")[1], 16) for row in rows if row[9] in ours), default=0)
+
+
+def test_a_holder_stopped_amid_its_answer_lands_nothing_more_after_the_fence_and_is_read_again(large):
+    """Part of the pages has landed, part waits in sockets and in the holder: the rest never comes."""
+    large.hand_over("warm", 2)
+    key, pages = large.claim("late", large.num_pages)
+    large.announce(key, large.num_pages)
+    view = large.kv.memory.page_bytes_view()
+    view[:] = 0xEE
+
+    def num_landed() -> int:
+        return sum(bool((view[page] == expected_byte(index)).all()) for index, page in enumerate(pages))
+
+    large.begin(key, pages)
+    large.kv.exchange.tick()  # posts; from here on nothing is taken from the sockets until the holder stands still
+    deadline = time.monotonic() + PATIENCE_S
+    while num_unread_bytes() < 100_000:
+        assert time.monotonic() < deadline, "the holder answers"
+    os.kill(large.child.process.pid, signal.SIGSTOP)
+    large.skipped_s += 10
+    (event,) = large.ended()
+    assert (event.state, event.reason) == (PullState.ABORTED, common_pb2.READ_DEADLINE)
+    large.free(key)
+    assert 0 < num_landed() < large.num_pages and large.kv.pool.num_quarantined > 0.2 * large.num_pages
+    began = time.monotonic()
+    assert large.kv.renew_if_due() and time.monotonic() - began < CLOSE_S
+    assert large.kv.pool.num_available == large.num_pages
+    view[:] = 0x5A
+    os.kill(large.child.process.pid, signal.SIGCONT)
+    woken = large.woken()
+    for _ in range(100):
+        large.kv.exchange.tick()
+        time.sleep(0.002)
+    assert (view == 0x5A).all()
+    large.meet(woken)
+    large.hand_over("woken", large.num_pages, woken)
+    large.close()
+
+
 def stop_amid_a_read(two, num_pages: int) -> list[int]:
     """Its pages; the request is over, they are in quarantine."""
     key, pages = two.claim("late", num_pages)
@@ -62,6 +126,7 @@ def stop_amid_a_read(two, num_pages: int) -> list[int]:
     return pages
 
 
+@pytest.mark.slow
 def test_a_fence_frees_pages_and_what_the_woken_peer_sends_never_lands(two):
     two.hand_over("warm", 2)
     pages = stop_amid_a_read(two, 6)
