@@ -1,4 +1,6 @@
 """A front's half of a session that resumes, spoken to message by message."""
+from collections.abc import AsyncIterator
+
 import grpc
 import pytest
 
@@ -14,6 +16,10 @@ LONG_S = 60.0  # longer than any test
 def numbered(sequence: int, request: decode_pb2.SessionRequest, ack: int = 0) -> decode_pb2.SessionRequest:
     request.sequence, request.ack = sequence, ack
     return request
+
+
+async def late() -> AsyncIterator[decode_pb2.SessionRequest]:
+    yield numbered(2, submit(2))
 
 
 async def opened(rig: Rig, **fields: object) -> tuple[grpc.aio.StreamStreamCall, decode_pb2.SessionOpened]:
@@ -53,6 +59,10 @@ async def test_a_second_stream_takes_the_session_over_from_one_that_hangs() -> N
         new, said = await opened(rig, next_message=1)
         assert (said.resumed, said.next_request) == (True, 2) and rig.service.num_sessions == 1
         assert await old.read() == grpc.aio.EOF
+        (session,) = rig.service._sessions.values()
+        assert session._expiry is None, "the end of the old stream breaks nothing"
+        await rig.service._read(session, session.stream.current - 1, late())  # still under way in the old stream
+        assert len(rig.rank.commands) == 1, "the new stream brings it again"
         await new.write(numbered(2, submit(3)))
         assert [command.handle for command in await rig.commands(2)] == [1, 3]  # type: ignore[attr-defined]
         rig.emit(Claimed(submitted.session, 1, 64))
