@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.doctor.chaos.kinds import KINDS
 from services.doctor.chaos.report import Report
 from services.doctor.chaos.run import Plan, Run, default_log_dir
 from services.doctor.chaos.text import describe
@@ -23,9 +24,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of load and faults (default 1)")
     parser.add_argument("--minutes", type=float, default=3.0, help="under load; 3 and more want every kind and path (default 3)")
     parser.add_argument("--clients", type=int, default=12, help="requests at once (default 12)")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="only this kind of fault; may be given more than once")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="where the report is written as JSON too")
     arguments = parser.parse_args()
-    plan = Plan(seed=arguments.seed, minutes=arguments.minutes, num_clients=arguments.clients, log_dir=default_log_dir(arguments.seed))
+    plan = Plan(seed=arguments.seed, minutes=arguments.minutes, num_clients=arguments.clients,
+                kinds=tuple(arguments.kind or KINDS), log_dir=default_log_dir(arguments.seed))
     reports: list[Report] = []
 
     async def body(stopping: asyncio.Event) -> None:

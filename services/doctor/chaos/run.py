@@ -20,11 +20,13 @@ from proto.baton.v1 import common_pb2
 from services.doctor.chaos.actions import BACK_S
 from services.doctor.chaos.deck import shuffled_decks
 from services.doctor.chaos.faults import Faults
+from services.doctor.chaos.kinds import KINDS
 from services.doctor.chaos.load import SILENCE_S, Load, Outcome, Routers, Seen
-from services.doctor.chaos.report import Findings, Report, demand_of
+from services.doctor.chaos.report import Demand, Findings, Report, demand_of
 from services.doctor.chaos.requests import Deal
 from services.doctor.chaos.stage import Stage, until
 from services.doctor.chaos.worker import Job, Worker
+from services.runtime.errors import SetupError
 from services.runtime.serve import cancel, first_of
 
 FAULT_EVERY_S = 10.0
@@ -39,6 +41,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     minutes: float
     num_clients: int = 12
+    kinds: tuple[str, ...] = KINDS
     log_dir: Path
 
 
@@ -71,7 +74,7 @@ class Run:
             await self._stage.close()
         self._say(f"cluster ended; {self._worker.num_pending} streams are still to be compared")
         self._findings.num_unverified = await self._worker.finish()
-        return self._findings.report(demand_of(self._plan.minutes))
+        return self._findings.report(demand_of(self._plan.minutes) if self._plan.kinds == KINDS else Demand())
 
     def close(self) -> None:
         """After a run that was cut short."""
@@ -83,7 +86,7 @@ class Run:
         await until(routers.all_serve, 10.0)
         load = Load(routers, self._deal, self._plan.num_clients, self._verify)
         faults = Faults(self._stage, load, self._deal)
-        self._findings.outcomes, self._findings.fired, self._findings.kinds = load.outcomes, faults.fired, faults.kinds()
+        self._findings.outcomes, self._findings.fired, self._findings.kinds = load.outcomes, faults.fired, self._kinds(faults)
         began = time.monotonic()
         loading = asyncio.create_task(load.run())
         telling = asyncio.create_task(self._tell(load, faults, began))
@@ -102,7 +105,7 @@ class Run:
 
     async def _strike(self, faults: Faults, striking: list["asyncio.Task[None]"], began: float) -> None:
         until_s = began + 60 * self._plan.minutes
-        decks = shuffled_decks(faults.kinds(), self._plan.seed)
+        decks = shuffled_decks(self._findings.kinds, self._plan.seed)
         for turn in range(1, 10**9):
             due = began + FAULT_EVERY_S * (turn - 0.5)
             if due >= until_s:
@@ -110,6 +113,13 @@ class Run:
             await asyncio.sleep(max(due - time.monotonic(), 0.0))
             striking.append(asyncio.create_task(faults.strike(next(decks))))
         await asyncio.sleep(max(until_s - time.monotonic(), 0.0))
+
+    def _kinds(self, faults: Faults) -> list[str]:
+        """Those asked for that can be had here. Raises SetupError when that is none."""
+        kinds = [kind for kind in faults.kinds() if kind in self._plan.kinds]
+        if not kinds:
+            raise SetupError(f"none of {', '.join(self._plan.kinds)} can be had here; ask for other kinds")
+        return kinds
 
     async def _settle(self) -> None:
         began = time.monotonic()

@@ -12,7 +12,7 @@ def describe(report: Report) -> str:
         *(f"  {number} x {error}" for error, number in report.errors.items()),
         f"faults: {report.armed['hit']} of {report.armed['armed']} that were armed struck at their moment",
         *(f"  {kind:14} {sum(variants.values()):4}  {_counts(variants)}" for kind, variants in report.faults.items()),
-        *(f"  {kind:14} left out: it cannot be had here" for kind in report.left_out),
+        *(f"  {kind:14} left out" for kind in report.left_out),
         f"paths: {_counts(report.paths)}; because of {_counts(report.reasons) or 'nothing'}; {report.num_retries} retries spent",
         f"tokens: {_counts(report.tokens)}",
         "next token of a stream that a fault hit:",
