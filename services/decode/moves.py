@@ -50,14 +50,14 @@ class Moves:
         request = self._scheduler.get(command.session, command.handle)
         move = self._moves.get((command.session, command.handle))
         match command:
-            case MoveStart() if request is not None and command.new_attempt > (move.key.attempt if move else request.key.attempt):
+            case MoveStart() if request is not None and command.new_attempt > request.newest_attempt:
                 self._start(request, command)
             case MovePause() if move is not None and self._is_meant(move, command) and move.request.state is not RequestState.PAUSED:
                 self._pause(move)
             case MoveResume() if move is not None and self._is_meant(move, command):
                 self._call_off(move, common_pb2.CANCELLED, "the router called the move off")
             case MoveStart() if request is not None and move is None:
-                message = f"attempt {command.new_attempt} does not follow {request.key.attempt}, which runs here"
+                message = f"attempt {command.new_attempt} does not follow {request.newest_attempt}; an attempt is started once"
                 self._emit(Resumed(command.session, command.handle, common_pb2.STALE_ATTEMPT, message))
             case _:
                 count_incident("move command ignored")
@@ -105,6 +105,7 @@ class Moves:
         return command.new_attempt == move.key.attempt
 
     def _start(self, request: Request, command: MoveStart) -> None:
+        request.newest_attempt = command.new_attempt  # a lease's end names its attempt, and must not be taken for another lease's
         with self._kv.lock:
             self.end(request, common_pb2.REPLACED, f"attempt {command.new_attempt} follows")
             self._scheduler.resume(request)

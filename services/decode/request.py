@@ -68,6 +68,7 @@ class Request:
         self.num_cached_pages = 0  # of the pages handed over, those that were here before
         self.handoff: HandoffState | None = None  # from READY on
         self.latest = Logprobs()  # of the last token known
+        self.newest_attempt = spec.key.attempt  # this one, or the last one that it was to move to
         self.ready_at = 0.0
         self.digests = page_digests(self.token_ids, spec.salt)  # of every page that is final
 

@@ -282,6 +282,24 @@ def test_source_stops(moving: MoveRig) -> None:
     moving.exchange()
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("phase", ["started", "fetching", "caught up", "paused", "verifying"])
+def test_agent_renewed(moving: MoveRig, phase: str, side: str) -> None:
+    """What hung on the old instance id is void on both sides; the request runs on, and moves under the new one."""
+    bring(moving, phase)
+    rig = getattr(moving, side)
+    former = rig.kv.renew_agent()
+    assert rig.kv.instance_id != former
+    for _ in range(2):
+        moving.settle()
+    assert moving.of(Resumed) and moving.target.end(1).reason in (common_pb2.FENCED, common_pb2.READ_FAILED)
+    moving.heal()
+    moving.settle()
+    moving.move(attempt=2)
+    moving.run()
+    assert moving.target.of(Ready, 2) and moving.text(2) == mono(PROMPT, NUM_TOKENS)
+
+
 def test_move_refused_by_a_full_target(make_move_rig: MakeMoveRig) -> None:
     moving = make_move_rig(max_claims=1)
     moving.start(PROMPT, greedy(NUM_TOKENS), 5)

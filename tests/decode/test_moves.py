@@ -364,6 +364,20 @@ def test_start_of_an_attempt_that_runs_here_is_refused(moving: MoveRig) -> None:
     run_on(moving)
 
 
+def test_an_attempt_is_started_once(moving: MoveRig) -> None:
+    """The end of its first lease is still on the way, and would be taken for the second one's."""
+    moving.start(PROMPT, greedy(60), 5)
+    moving.submit(1)
+    moving.exchange()
+    moving.begin(1)
+    moving.resume(1)
+    moving.begin(1)
+    assert [event.reason for event in moving.of(Resumed)] == [common_pb2.CANCELLED, common_pb2.STALE_ATTEMPT]
+    assert not moving.source.loop.num_moves and not len(moving.source.kv.leases)
+    moving.settle()
+    run_on(moving)
+
+
 def test_reader_that_is_no_peer_is_told_to_the_router(moving: MoveRig) -> None:
     moving.start(PROMPT, greedy(60), 5)
     moving.target.kv.transport.metadata = lambda: b"garbage"  # type: ignore[method-assign]
