@@ -99,6 +99,32 @@ async def test_one_choice_is_replayed_alone(tmp_path: Path) -> None:
         assert first.sampling == second.sampling and first.request_id == second.request_id
 
 
+async def test_a_choice_that_begins_anew_leaves_the_shared_call_to_the_others(tmp_path: Path) -> None:
+    """Choice 1 is replayed while Run has not answered yet: the other choices still have their first tokens of it."""
+    async with running(tmp_path, decodes=2) as world:
+        prefill = world.prefills[0]
+
+        async def late(request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillReply:
+            if request.attempt == 0:
+                world.announce(request)
+                await until(lambda: len(prefill.runs) == 2, "the replay's Run")
+            return await prefill.reply(request)
+
+        async def fail(session: DecodeSession, submit: decode_pb2.Submit) -> None:
+            if submit.key.choice != 1 and submit.key.attempt == 0:
+                await until(lambda: len(prefill.runs) == 2, "the replay's Run")
+            elif submit.key.attempt == 0:
+                session.failed(submit, common_pb2.ENGINE_DIED)
+                raise ScriptEnds
+
+        prefill.serve = late
+        for decode in world.decodes:
+            decode.hooks["ready"] = fail
+        answer = await world.generate(max_tokens=10, n=3)
+        check(answer, 3, 10)
+        assert prefill.num_cancelled == 0 and [choice.recoveries != [] for choice in answer.choices] == [False, True, False]
+
+
 async def test_one_choice_is_redirected_alone(tmp_path: Path) -> None:
     async with running(tmp_path, decodes=2) as world:
         async def lose(session: DecodeSession, submit: decode_pb2.Submit) -> None:

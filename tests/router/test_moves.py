@@ -236,21 +236,22 @@ async def test_ready_waits_for_the_sources_rest(tmp_path: Path) -> None:
             def hold(**message: object) -> None:
                 late.append(message)
 
-            async def caught_up(_: DecodeSession, submit: decode_pb2.Submit) -> None:
+            async def granted(_: DecodeSession, submit: decode_pb2.Submit) -> None:
                 session.send = hold  # type: ignore[method-assign]
+                await asyncio.sleep(5 * STEP_S)  # the source runs on: several of its tokens are late
 
             async def moved(_: DecodeSession, submit: decode_pb2.Submit) -> None:
                 async def flush() -> None:
                     await asyncio.sleep(20 * STEP_S)  # the target runs meanwhile
                     order.append("flush")
                     session.send = send  # type: ignore[method-assign]
-                    assert any("step" in message for message in late) and any("paused" in message for message in late)
+                    assert sum("step" in message for message in late) >= 2 and any("paused" in message for message in late)
                     for message in late:
                         send(**message)
 
                 world.late = asyncio.ensure_future(flush())  # type: ignore[attr-defined]
 
-            targets[0].hooks["caught_up"], targets[0].hooks["moved"] = caught_up, moved
+            targets[0].hooks["granted"], targets[0].hooks["moved"] = granted, moved
 
         answer = await drained(world, prepare)
         check(answer)
