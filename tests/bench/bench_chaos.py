@@ -49,9 +49,9 @@ def rows(found: Report) -> list[Row]:
     ]
     kinds = [Row(f"KIND {kind}", sum(variants.values()), "times", "higher", demand.per_kind, demand.per_kind, f"{variants}")
              for kind, variants in found.faults.items()]
-    paths = [Row(f"PATH {path}", number, "times", "higher", None if path == "RETRY" else demand.per_path,
-                 None if path == "RETRY" else demand.per_path, f"reasons of all paths: {found.reasons}")
-             for path, number in found.paths.items()]
+    bars = dict.fromkeys(found.paths, demand.per_path) | {"RETRY": None}
+    conditions = f"times that a token came of it; tried {found.tries}; reasons of all paths: {found.reasons}"
+    paths = [Row(f"PATH {path}", number, "times", "higher", bars[path], bars[path], conditions) for path, number in found.paths.items()]
     spreads = {f"STREAM {kind}": (spread, "from a fault to the next token of a stream that it hit")
                for kind, spread in found.stream_recovery.items()}
     spreads |= {"RANK-RECOVERY": (found.rank_recovery, "from a fault to all ranks serving again, the time it lasts included"),

@@ -177,7 +177,8 @@ def test_demands() -> None:
     assert demand_of(30) == Demand(20, 20, 1500) and demand_of(3) == Demand(1, 1, 0) and demand_of(1) == Demand()
     found = findings(outcome(1))
     found.fired = [Fired(kind, "v", "t", 1.0) for kind in KINDS[1:]]
-    recoveries = [generation_pb2.Recovery(path=path) for path in (generation_pb2.Recovery.MOVE, generation_pb2.Recovery.REPLAY)]
+    kinds = generation_pb2.Recovery
+    recoveries = [kinds(path=kinds.MOVE, us=5), kinds(path=kinds.REPLAY, us=9), kinds(path=kinds.REDIRECT)]  # the last one brought no token
     found.outcomes[0].choices[0].finished.timeline.recoveries.extend(recoveries)
     breaches = found.report(Demand(1, 1, 2)).breaches
     assert [breach.split(" was")[0].split(" struck")[0] for breach in breaches] == [

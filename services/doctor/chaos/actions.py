@@ -20,7 +20,7 @@ ARM_S = 5.0
 BACK_S = 60.0  # a rank that is not back by then is a breach
 _SHORT_S, _LONG_S = HEARTBEAT_S / 2, HEARTBEAT_S + 5.0
 _PROXY_S = 6.0
-_NUM_SLOW, _NUM_LONG = 4, 8
+_NUM_SLOW, _NUM_LONG = 4, 10
 
 Act = Callable[[Node, Fired], Awaitable[None]]
 Part = Literal["engine", "front", "node"]

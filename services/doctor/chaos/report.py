@@ -58,7 +58,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, dict[str, int]]  # kind -> variant -> times
     armed: dict[str, int]  # of the faults armed on a moment, those that struck at it
     left_out: tuple[str, ...]  # kinds that cannot be had here
-    paths: dict[str, int]
+    paths: dict[str, int]  # taken, and a token came of it
+    tries: dict[str, int]  # taken, whatever came of it
     num_retries: int  # that the router counted
     reasons: dict[str, int]
     tokens: dict[str, int]  # compared, excused, wrong streams, repeated after a router's death
@@ -99,8 +100,7 @@ class Findings:
         requests["failed over"] = sum(outcome.num_failovers > 0 for outcome in self.outcomes)
         requests["long"] = sum(_is_long(outcome) for outcome in self.outcomes)
         owed, served = self._owed()
-        paths = Counter(dict.fromkeys(PATHS, 0))
-        paths.update(generation_pb2.Recovery.Path.Name(recovery.path) for recovery in recoveries)
+        paths, tries = _by_path([recovery for recovery in recoveries if recovery.us]), _by_path(recoveries)
         share = served / owed if owed else 1.0
         returned = [fired for fired in self.fired if fired.released and fired.back]
         return Report(
@@ -108,7 +108,7 @@ class Findings:
             errors=dict(Counter(_short(outcome.error) for outcome in self.outcomes if outcome.fate in ("failed", "hung"))),
             faults=self._faults(),
             armed={"armed": sum(fired.hit is not None for fired in self.fired), "hit": sum(bool(fired.hit) for fired in self.fired)},
-            left_out=tuple(kind for kind in KINDS if kind not in self.kinds), paths=paths,
+            left_out=tuple(kind for kind in KINDS if kind not in self.kinds), paths=paths, tries=tries,
             num_retries=sum(line.num_retries for outcome in self.outcomes for line in outcome.timelines),
             reasons=dict(Counter(common_pb2.Reason.Name(recovery.reason) for recovery in recoveries)),
             tokens={
@@ -197,6 +197,11 @@ class Findings:
 
     def _not_back(self) -> list[str]:
         return [f"{fired.kind} ({fired.variant}): {fired.breach}" for fired in self.fired if fired.breach]
+
+
+def _by_path(recoveries: Sequence[generation_pb2.Recovery]) -> dict[str, int]:
+    counts = Counter(generation_pb2.Recovery.Path.Name(recovery.path) for recovery in recoveries)
+    return {path: counts[path] for path in PATHS}
 
 
 def _is_long(outcome: Outcome) -> bool:
