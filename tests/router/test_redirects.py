@@ -130,7 +130,8 @@ async def test_redirects_cost_what_retries_cost(tmp_path: Path) -> None:
 
         async def lose(session: DecodeSession, submit: decode_pb2.Submit) -> None:
             nonlocal failed_at
-            await until(lambda: bool(world.prefills[0].runs), "prefill is called")
+            prefill = world.prefills[0]
+            await until(lambda: bool(prefill.runs) and len(prefill.redirects) >= submit.key.attempt, "prefill is called")
             failed_at = time.monotonic()
             session.failed(submit, common_pb2.ENGINE_DIED)
             raise ScriptEnds
