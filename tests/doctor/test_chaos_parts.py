@@ -9,15 +9,17 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from proto.baton.v1 import common_pb2, generation_pb2
+from services.doctor.chaos.actions import Actions
 from services.doctor.chaos.control import RankControl
 from services.doctor.chaos.deck import Rotation, shuffled_decks
-from services.doctor.chaos.kinds import KINDS, Fired
+from services.doctor.chaos.kinds import KINDS, Fired, variants
 from services.doctor.chaos.load import Outcome, Seen
 from services.doctor.chaos.netns import Network, why_unavailable
 from services.doctor.chaos.report import Demand, Findings, Report, demand_of
@@ -47,6 +49,16 @@ def test_decks_are_equal_shuffled_and_a_function_of_the_seed() -> None:
 def test_rotation_takes_whoever_was_taken_longest_ago_of_those_there() -> None:
     rotation = Rotation()
     assert [rotation.take(there) for there in ("abc", "abc", "ac", "abc", "bc", "abc")] == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_every_kind_has_variants_and_short_runs_begin_with_those_that_take_every_path() -> None:
+    nobody: Any = None
+    table = variants(Actions(nobody, nobody, nobody))
+    assert sorted(table) == sorted(KINDS) and all(table.values())
+    assert table["sigkill"][0].name == "decode engine while it fetches", "redirects"
+    assert table["drain"][0].name == "decode", "moves"
+    roles = {kind: {variant.role for variant in each} for kind, each in table.items()}
+    assert all({"prefill", "decode"} <= roles[kind] for kind in ("sigkill", "sigstop", "partition", "restart", "drain"))
 
 
 def test_requests_are_of_the_kinds_asked_for() -> None:

@@ -43,8 +43,11 @@ class Variant:
 
 def variants(actions: "Actions") -> dict[str, Sequence[Variant]]:
     """Of each kind; the first ones are such that a run of three minutes sees every path."""
-    kill, stop, cut, restart, drain = actions.kill, actions.stop, actions.cut, actions.restart, actions.drain
-    proxy, router = actions.proxy, actions.kill_router
+    return _of_processes(actions) | _of_links(actions) | _of_nodes(actions)
+
+
+def _of_processes(actions: "Actions") -> dict[str, Sequence[Variant]]:
+    kill, stop = actions.kill, actions.stop
     return {
         "sigkill": (
             Variant("decode engine while it fetches", "decode", kill("engine", "fetching")),
@@ -64,17 +67,17 @@ def variants(actions: "Actions") -> dict[str, Sequence[Variant]]:
             Variant("decode engine while it verifies, long", "decode", stop("engine", long=True, moment="verifying")),
             Variant("prefill front, long", "prefill", stop("front", long=True)),
         ),
+    }
+
+
+def _of_links(actions: "Actions") -> dict[str, Sequence[Variant]]:
+    cut, proxy = actions.cut, actions.proxy
+    return {
         "partition": (
             Variant("prefill node at the last announcement, long", "prefill", cut(long=True, moment="announced_last")),
             Variant("decode node, short", "decode", cut(long=False)),
             Variant("decode node while it fetches, long", "decode", cut(long=True, moment="fetching")),
             Variant("prefill node at the last announcement, short", "prefill", cut(long=False, moment="announced_last")),
-        ),
-        "restart": (
-            Variant("decode front killed while it fetches", "decode", restart(moment="fetching")),
-            Variant("prefill front ended by a second signal", "prefill", restart(moment="")),
-            Variant("prefill front killed at the last announcement", "prefill", restart(moment="announced_last")),
-            Variant("decode front ended by a second signal", "decode", restart(moment="")),
         ),
         "slow reader": (
             Variant("clients that read slowly", "", actions.read_slowly),
@@ -83,6 +86,18 @@ def variants(actions: "Actions") -> dict[str, Sequence[Variant]]:
             Variant("reads that fail", "decode", proxy(_FAILING)),
             Variant("notifications of prefill lost, doubled, late", "prefill", proxy(_LOSSY)),
             Variant("notifications of decode lost, doubled, late", "decode", proxy(_LOSSY)),
+        ),
+    }
+
+
+def _of_nodes(actions: "Actions") -> dict[str, Sequence[Variant]]:
+    restart, drain, router = actions.restart, actions.drain, actions.kill_router
+    return {
+        "restart": (
+            Variant("decode front killed while it fetches", "decode", restart(moment="fetching")),
+            Variant("prefill front ended by a second signal", "prefill", restart(moment="")),
+            Variant("prefill front killed at the last announcement", "prefill", restart(moment="announced_last")),
+            Variant("decode front ended by a second signal", "decode", restart(moment="")),
         ),
         "router death": (Variant("first", "", router(0)), Variant("second", "", router(1))),
         "drain": (
