@@ -31,7 +31,7 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("logprobs 21", {"logprobs": 21}, ("logprobs", "21", "20")),
     ("empty chat", {"chat": generation_pb2.Chat()}, ("chat.messages", "empty")),
     ("unknown role", {"chat": generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="tool")])}, ("role", "tool", "assistant")),
-    ("two choices", {"n": 2}, ("n", "2")),
+    ("too many choices", {"n": 17}, ("n", "17", "16")),
     ("empty stop string", {"stop": [""]}, ("stop",)),
     ("stop id outside the vocabulary", {"stop_token_ids": [77_777]}, ("stop_token_ids", "77777")),
 ]
