@@ -27,7 +27,7 @@ _REASONS: dict[grpc.StatusCode, common_pb2.Reason] = {
     grpc.StatusCode.INVALID_ARGUMENT: common_pb2.INVALID,
     grpc.StatusCode.FAILED_PRECONDITION: common_pb2.STALE_INSTANCE,
 }
-_REDIRECT_S = 0.5  # a holder that does not answer by then is given up: the calls of a new pair go out within 1 s of the failure
+_REDIRECT_S = 3.0  # a holder answers between two steps; one that stands still is known as gone by then
 
 
 class Failure(Exception):
@@ -194,8 +194,8 @@ class Ticket:
             outcome = (await call).outcome
         except grpc.aio.AioRpcError as error:
             reason = _REASONS.get(error.code(), common_pb2.INTERNAL)
-            if reason == common_pb2.DEADLINE:  # ours, not the client's
-                reason = common_pb2.PEER_GONE
+            if reason == common_pb2.DEADLINE:  # ours, not the client's: the holder is busy, or it will be told gone by others
+                reason = common_pb2.OVERLOADED
             outcome = prefill_pb2.RequestOutcome(reason=reason, message=error.details() or error.code().name)
         except asyncio.CancelledError:
             task = asyncio.current_task()

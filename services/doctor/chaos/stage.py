@@ -29,7 +29,7 @@ CONFIG = Path(__file__).parents[3] / "deploy" / "dev.toml"
 ROLES = ("prefill", "decode")
 LAYOUT = {"prefill": 3, "decode": 3}
 # Pools so small that a burst of long requests finds no free page.
-SETTINGS = ("model.max_model_len=1024", "prefill.num_pages=96", "decode.num_pages=40", "decode.max_running=16", "log.level=info")
+SETTINGS = ("model.max_model_len=1024", "prefill.num_pages=96", "decode.num_pages=56", "decode.max_running=16", "log.level=info")
 _PORT = 50100  # of a front in its own namespace
 _START_S = 120.0
 _POLL_S = 0.05
