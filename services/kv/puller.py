@@ -201,7 +201,7 @@ class Puller:
     def settle(self) -> bool:
         """Take in what poll() saw; whether any read ended."""
         now = self._clock()
-        ended = self.reads.take_ended()
+        ended = self.reads.ended()
         for read in ended:
             self._finish(read, now)
         for read in self.reads.take_late():

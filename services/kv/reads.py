@@ -64,14 +64,13 @@ class Reads:
         pull.num_reads += 1
         return read
 
-    def take_ended(self) -> list[Read]:
-        """Those that are DONE or FAILED; they hold their pages until `end`."""
-        ended = [read for read in self._reads if read.state is not TransferState.RUNNING]
-        self._reads = [read for read in self._reads if read.state is TransferState.RUNNING]
-        return ended
+    def ended(self) -> list[Read]:
+        """Those that are DONE or FAILED; each stays, and holds its pages, until `end`: the first may end the pulls of the others."""
+        return [read for read in self._reads if read.state is not TransferState.RUNNING]
 
     def end(self, read: Read) -> None:
         """It has ended and its handle is released: nothing can land any more."""
+        self._reads.remove(read)
         self._pool.drop(read.local_pages, read.holder)
         if read.pull:
             read.pull.num_reads -= 1
@@ -95,6 +94,5 @@ class Reads:
 
     def fenced(self) -> None:
         """The transport is closed: what was in flight has ended for good, and quarantine with it."""
-        reads, self._reads = self._reads, []
-        for read in reads:
+        for read in list(self._reads):
             self.end(read)

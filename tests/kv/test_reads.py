@@ -239,3 +239,18 @@ def test_b55_another_wire_version_is_told_apart_before_its_fields_are_read(pair)
     with pytest.raises(HandoffError, match=f"wire version is 99 and ours is {WIRE_VERSION}") as refused:
         pair.reader.transport.add_peer(msgspec.msgpack.encode((99, b"fields of the future")))
     assert refused.value.reason == common_pb2.FINGERPRINT_MISMATCH
+
+
+def test_reads_of_two_requests_end_in_one_turn_one_failed_one_verified(pair):
+    """The failed one closes the peer, which ends the other request too: its last read, done in the same turn, must find it gone."""
+    first, _, first_target = begin(pair, 2)
+    second, _, second_target = begin(pair, 2)
+    pair.fabric.reads[1].complete()
+    pair.tick()
+    assert [read.of_epochs for read in pair.fabric.reads] == [False, True]
+    pair.fabric.reads[0].fail()
+    pair.fabric.reads[1].complete()
+    assert of_reader(pair.tick()) == [(PullState.ABORTED, common_pb2.READ_FAILED)] * 2
+    for key in (first, second):
+        pair.reader.pool.release(request(key))
+    assert pair.reader.pool.num_available == pair.reader.pool.num_pages, f"{first_target} and {second_target} are free"
