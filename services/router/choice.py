@@ -207,6 +207,8 @@ class Choice:
         source = self.decode
         assert source is not None
         self._move = None
+        if self._left is not None:  # of the move before: whoever it waits for, two moves have gone through since
+            self._left.cancel(common_pb2.REPLACED)
         self._left = source if source.is_live else None
         if switch.is_source_running:
             source.cancel(common_pb2.REPLACED)

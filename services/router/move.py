@@ -60,13 +60,13 @@ class Move:
         ticket, source = self._ticket, self._source
         num_sent = ticket.output.num_tokens
         need = need_of(ticket.request, num_sent, source.state.model, ticket.avoid | self._avoid)
-        reader = choose_reader(ticket.pool, need, {source.rank.instance_id})
+        reader = choose_reader(ticket.pool, need, {source.state.instance_id})
         if reader is None:
             self._later(_BACKOFF_S)
             return
         self._recovery = ticket.record.recover(generation_pb2.Recovery.MOVE, self._reason, "decode", num_sent, is_free=True)
         self.target = ticket.book(reader, ticket.next_number(), num_sent)
-        ticket.submit(self.target, source.rank, source.state.fingerprint, num_sent, is_move=True)
+        ticket.submit(self.target, source.state.rank, source.state.fingerprint, num_sent, is_move=True)
 
     def _later(self, seconds: float, name: str = RETRY_TIMER) -> None:
         if name in self._timers:
@@ -137,10 +137,10 @@ class Move:
         if self.target is None or self._is_behind():
             raise failure
         self._source_failure = failure
+        if not self._paused_at:  # REPLACED may be of the try before, given up meanwhile: nobody announces to this target
+            raise failure
         if reason == common_pb2.REPLACED:  # the target has told the source that it runs it: its own session decides
             return
-        if not self._paused_at:
-            raise failure
         self._later(_ORPHAN_S, ORPHAN_TIMER)
 
     def _is_behind(self) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from proto.baton.v1 import common_pb2, decode_pb2, generation_pb2
+from proto.baton.v1 import common_pb2, decode_pb2, generation_pb2, registry_pb2
 from tests.router.byte_model import BOS, ids_of
 from tests.router.fakes import DecodeSession, FakeDecode, Hook, ScriptEnds, until
 from tests.router.rig import Answer, World, running
@@ -371,3 +371,50 @@ async def test_client_leaves_while_it_moves(tmp_path: Path, phase: str) -> None:
         source = source_of(world)
         if phase != "moved":
             await until(lambda: [cancel.handle for cancel in source.cancels] == [source.submits[0].handle], "and the source")
+
+
+async def test_source_renewed_before_the_drain_is_named_by_its_new_id(tmp_path: Path) -> None:
+    """What runs there outlived the agent: the target has to pull from the agent of now."""
+    async with running(tmp_path, decodes=2) as world:
+        slow_down(world)
+        answer, steps = Answer(), 0
+        async with contextlib.aclosing(world.stream(max_tokens=LENGTH)) as replies:
+            async for reply in replies:
+                answer.take(reply)
+                steps += 1
+                if steps != 5:
+                    continue
+                source = source_of(world)
+                former, source.instance_id = source.instance_id, "decode-renewed"
+                rank = source.rank
+                rank.former_instance_id = former
+                source.updates.put_nowait(registry_pb2.MemberUpdate(member=source.member(rank)))
+                await until(lambda: "decode-renewed" in world.usable("decode"), "the rank goes on under its new id")
+                source.drain()
+        check(answer)
+        (submit,) = targets_of(world)[0].submits
+        assert submit.is_move and submit.holder.instance_id == "decode-renewed" and submit.holder.peer == b"decode-renewed"
+
+
+async def test_an_earlier_targets_done_ends_the_present_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source too busy to say `resumed` in time had heard of the former target's end: nobody announces to the present one."""
+    monkeypatch.setattr("services.router.move._RESUMED_S", 0.02)
+    async with running(tmp_path, decodes=3) as world:
+        def prepare(source: FakeDecode, targets: list[FakeDecode]) -> None:
+            source.step_s = 1000.0
+
+            async def granted(session: DecodeSession, submit: decode_pb2.Submit) -> None:
+                source.sources[source.submits[0].handle].on = lambda move: None  # type: ignore[method-assign]
+                if submit.key.attempt == 1:
+                    await until(lambda: len(source.moves) == 1, "the move is started")
+                    session.failed(submit, common_pb2.READ_FAILED)
+                    raise ScriptEnds
+                source.sessions[-1].failed(source.submits[0], common_pb2.REPLACED)
+                await never(session, submit)
+
+            for target in targets:
+                target.hooks["granted"] = granted
+
+        answer = await asyncio.wait_for(drained(world, prepare), 10.0)
+        check(answer)
+        assert [recovery.path for recovery in answer.recoveries] == [MOVE, MOVE, REPLAY] and answer.recoveries[-1].is_free
