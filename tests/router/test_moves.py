@@ -418,3 +418,27 @@ async def test_an_earlier_targets_done_ends_the_present_try(tmp_path: Path, monk
         answer = await asyncio.wait_for(drained(world, prepare), 10.0)
         check(answer)
         assert [recovery.path for recovery in answer.recoveries] == [MOVE, MOVE, REPLAY] and answer.recoveries[-1].is_free
+
+
+async def test_two_moves_leave_no_silent_source_behind(tmp_path: Path) -> None:
+    """The first source never says its end; by the second move at the latest nobody counts there any more."""
+    async with running(tmp_path, decodes=3) as world:
+        def prepare(source: FakeDecode, targets: list[FakeDecode]) -> None:
+            async def silent() -> bool:
+                return False
+
+            source.sources[source.submits[0].handle].go_on = silent  # type: ignore[method-assign]
+
+            async def drain(session: DecodeSession, submit: decode_pb2.Submit) -> None:
+                if submit.key.attempt == 1:
+                    session.send(draining=decode_pb2.Draining(seconds_left=60))
+
+            for target in targets:
+                target.hooks["moved"] = drain
+
+        answer = await drained(world, prepare)
+        check(answer)
+        assert [move.path for move in answer.recoveries] == [MOVE, MOVE]
+        states = [world.router.pool._ranks[decode.instance_id] for decode in world.decodes]
+        await until(lambda: [state.num_own_requests for state in states] == [0, 0, 0], "nobody counts anywhere")
+        assert [cancel.reason for cancel in source_of(world).cancels] == [common_pb2.REPLACED]
