@@ -8,7 +8,8 @@
 Order for a request: both sides add_peer as soon as the router names the other (prefill before it queues the request, so that it can answer
 a renewal with "not admitted yet"), decode claims, prefill opens its lease at admission.
 
-A fence (rank_kv.py): stop() posts nothing new, void() gives everything up and tells everybody; then another exchange takes its place.
+A fence (rank_kv.py): stop() posts nothing new, void() gives everything up and tells everybody, and from then on whatever still comes to be
+here; then another exchange takes its place.
 """
 import logging
 import time
@@ -59,11 +60,14 @@ class Exchange:
         self.num_ignored = 0  # notifications that are no message of this version, or that nobody had room for
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._untold = list(ended)
+        self._void = ""  # why everything is given up
         self._lock = lock
 
     @property
     def pause_s(self) -> float:
         """How long to sleep before the next tick."""
+        if self._void:
+            return _IDLE_PAUSE_S
         if self._inbox:
             return 0.0
         if self.pulls.num_reads:
@@ -75,10 +79,15 @@ class Exchange:
 
     def tick(self) -> list[HandoffEvent]:
         """Read messages, expire, renew, post, poll, verify; returns what ended."""
+        if self._void:  # the transport is closed
+            with self._lock:
+                return self.take_void()
         self._receive()
         with self._lock:
             for _ in range(min(len(self._inbox), MAX_NOTIFICATIONS_A_TICK)):
                 self._route(*self._inbox.popleft())
+            if self.leases.is_serving:
+                self.transport.hold()
             self.leases.tick()
         # A second turn at once when reads ended: it posts the epoch read of what is complete now.
         while self._move_reads():
@@ -86,10 +95,15 @@ class Exchange:
         with self._lock:
             return self._take_ended()
 
-    def void(self, message: str) -> list[HandoffEvent]:
-        """Give every lease and pull up as FENCED, the other sides told, and return what ended. The caller holds the lock."""
-        self.pulls.stop(message)
-        self.leases.abort_all(common_pb2.FENCED, message)
+    def void(self, message: str) -> None:
+        """Give every lease and pull up as FENCED, the other sides told, for good. The caller holds the lock."""
+        self._void = message
+        self._untold = self.take_void()
+
+    def take_void(self) -> list[HandoffEvent]:
+        """What ended in a void exchange, leases that were opened since included. The caller holds the lock."""
+        self.pulls.stop(self._void)
+        self.leases.abort_all(common_pb2.FENCED, self._void)
         return self._take_ended()
 
     def _take_ended(self) -> list[HandoffEvent]:

@@ -100,6 +100,10 @@ class FaultTransport:
         """See Transport."""
         return instance_id not in self._closing and self._inner.has_peer(instance_id)
 
+    def hold(self) -> None:
+        """See Transport."""
+        self._inner.hold()
+
     def close_peer(self, instance_id: str) -> None:
         """See Transport. With reads that are still kept back it goes only after they were posted: they are in flight for the caller."""
         if any(read.peer == instance_id and read.inner is None and read.state is TransferState.RUNNING for read in self._reads.values()):

@@ -120,6 +120,8 @@ class LocalTransport:
     def add_peer(self, blob: bytes) -> str:
         """See Transport."""
         info = check_peer(blob, self._compatibility, self.memory.layout.page_bytes)
+        if self._is_closed:
+            raise HandoffError(common_pb2.FENCED, f"{self.instance_id} is closed; the rank goes on under another instance id")
         if any(read.peer == info.instance_id for read in self._reads.values()) and info.instance_id not in self._peers:
             raise HandoffError(common_pb2.PEER_GONE, f"peer {info.instance_id} is closed until its late reads have ended")
         self._peers.add(info.instance_id)
@@ -128,6 +130,9 @@ class LocalTransport:
     def has_peer(self, instance_id: str) -> bool:
         """See Transport."""
         return instance_id in self._peers
+
+    def hold(self) -> None:
+        """See Transport. Nothing of a peer's end reaches us."""
 
     def close_peer(self, instance_id: str) -> None:
         """See Transport."""

@@ -18,12 +18,14 @@ import numpy as np
 from proto.baton.v1 import common_pb2
 from services.kv.layout import Compatibility
 from services.kv.memory import KvMemory
+from services.kv.resets import ResetGuard
 from services.kv.transport import IDLE_S, PeerInfo, ReadLedger, TransferState, TransportStats, check_peer, encode_peer
 from services.kv.ucx import start_agent, ucx
 from services.runtime.errors import EngineError, HandoffError
 
 _STATES = {"DONE": TransferState.DONE, "PROC": TransferState.RUNNING}  # whatever else NIXL says is a failure
 _WORD_BYTES = 8
+_GUARD_S = 0.1  # a holder's new connections drop resets after so long at most; a look at all sockets costs some 0.1 ms
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class NixlTransport:
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._num_reads_ever = 0
+        self._guard: ResetGuard | None = None  # once this rank is a holder
+        self._guarded_at = 0.0
         self._meeting = threading.Lock()  # nobody meets a peer while the agent is destroyed
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on stdout
         self._agent: Any = start_agent(instance_id)
@@ -122,6 +126,11 @@ class NixlTransport:
         peer.used_at = self._clock()
         return True
 
+    def hold(self) -> None:
+        """See Transport."""
+        if self._guard is None:
+            self._guard = ResetGuard()
+
     def close_peer(self, instance_id: str) -> None:
         """See Transport."""
         peer = self._peers.get(instance_id)
@@ -146,6 +155,9 @@ class NixlTransport:
         """See Transport."""
         if self._agent is None:
             raise EngineError(f"NIXL agent {self.instance_id} is closed")
+        if self._guard and time.monotonic() - self._guarded_at > _GUARD_S:
+            self._guarded_at = time.monotonic()
+            self._guard.spread()
         received: dict[str, list[bytes]] = self._agent.get_new_notifs()
         return [(sender, payload) for sender, payloads in received.items() for payload in payloads]
 

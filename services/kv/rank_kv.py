@@ -10,6 +10,8 @@
     kv.close()                                       once no thread uses it any more
 
 A renewed agent is a new instance: kv.transport, kv.exchange, kv.leases and kv.pulls are others from then on, so nobody keeps them.
+The old one is destroyed first, so pages are free whatever comes; where no other can be opened (the node's only link is down) the rank goes
+on without: what runs runs on, every peer, claim and lease is refused as FENCED, and each RETRY_S another opening is tried.
 """
 import logging
 import threading
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from services.kv.faults import FaultPlan
     from services.kv.local_transport import LocalFabric
 
+RETRY_S = 1.0  # between two tries to open an agent
 _LINGER_S = 0.02  # a closing agent moves what it has said on for so long
 
 _log = logging.getLogger(__name__)
@@ -58,9 +61,10 @@ class RankKv:
         self.lock = threading.Lock()
         self._open_transport, self._clock, self._fence_rule = open_transport, clock, fence_rule
         self._is_fencing = False
+        self._trouble, self._retry_at = "", 0.0  # the agent is destroyed and no other could be opened: why, and when to try again
         began = time.monotonic()
         self.transport = open_transport(new_instance_id())
-        self.renewal_s = time.monotonic() - began  # about what renew_agent takes
+        self.renewal_s = time.monotonic() - began  # about what renew_agent takes, and what another try to open an agent does
         self.exchange = self._new_exchange()
 
     @property
@@ -79,7 +83,9 @@ class RankKv:
         return self.transport.instance_id
 
     def fence_reason(self) -> str:
-        """Why the agent has to be renewed; "" while late reads are few and young."""
+        """Why the agent has to be renewed, or could not be yet; "" while late reads are few and young."""
+        if self._trouble:
+            return self._trouble
         num_quarantined = self.pool.num_quarantined
         if num_quarantined > self._fence_rule.share * self.pool.num_pages:
             return f"late reads keep {num_quarantined} of {self.pool.num_pages} pages in quarantine"
@@ -89,6 +95,8 @@ class RankKv:
 
     def renew_if_due(self) -> str:
         """One turn of the fence: begin it, wait for healthy reads, then renew the agent and return the former instance id; else ""."""
+        if self._trouble:
+            return self._open() if self._clock() >= self._retry_at else ""
         reason = self.fence_reason()
         if bool(reason) != self._is_fencing:
             self._is_fencing = bool(reason)
@@ -101,20 +109,19 @@ class RankKv:
         return self.renew_agent() if reason and not self.pulls.reads.num_healthy else ""
 
     def renew_agent(self) -> str:
-        """Fence: void all hand-offs, each side told, open another agent over the same memory, destroy this one, free quarantined pages.
+        """Fence: void all hand-offs, each side told, destroy the agent, free quarantined pages, open another agent over the same memory.
 
-        Returns the former instance id. By the thread that ticks. Others may meet peers and announce meanwhile: the lock is held only while
-        the one agent takes the other's place. Raises EngineError when the old agent cannot be destroyed.
+        Returns the former instance id, or "" when no agent could be opened: renew_if_due tries again. By the thread that ticks. Others may
+        meet peers and announce meanwhile: what they do is told as FENCED. Raises EngineError when the old agent cannot be destroyed.
         """
-        former, late = self.exchange, self.pulls.reads
-        reason = self.fence_reason()
-        message = f"rank {self.instance_id} has renewed its transfer agent: {reason}"
-        fresh = self._open_transport(new_instance_id())
+        if not self._trouble:
+            self._fence(self.fence_reason())
+        return self._open()
+
+    def _fence(self, reason: str) -> None:
+        former = self.exchange
         with self.lock:
-            ended = former.void(message)
-            fresh.stats.take_over(self.transport.stats)
-            self.transport = fresh
-            self.exchange = self._new_exchange(ended)
+            former.void(f"rank {self.instance_id} renews its transfer agent: {reason}")
         until = time.monotonic() + _LINGER_S
         while time.monotonic() < until:
             former.transport.notifications()
@@ -122,13 +129,29 @@ class RankKv:
         former.transport.close()
         with self.lock:
             num_pages = self.pool.num_quarantined
-            late.fenced()
+            former.pulls.reads.fenced()
         self._is_fencing = False
+        _log.warning("agent %s was destroyed: %s; %d quarantined pages are free", self.instance_id, reason, num_pages)
+
+    def _open(self) -> str:
+        """Open an agent in place of the destroyed one; its id, or "" when that fails."""
+        former = self.exchange
+        try:
+            fresh = self._open_transport(new_instance_id())
+        except ConfigError as error:
+            self._trouble = f"rank {former.transport.instance_id} has no transfer agent, its former one is destroyed: {error}"
+            self._retry_at = self._clock() + RETRY_S
+            count_incident("agent not opened")
+            _log.warning("%s; it tries again in %g s", self._trouble, RETRY_S)
+            return ""
+        with self.lock:
+            ended = former.take_void()
+            fresh.stats.take_over(self.transport.stats)
+            self.transport = fresh
+            self.exchange = self._new_exchange(ended)
+        self._trouble = ""
         count_incident("agent renewed")
-        _log.warning(
-            "agent %s was destroyed and %s took its place: %s; %d quarantined pages are free, %d hand-offs were given up",
-            former.transport.instance_id, self.instance_id, reason, num_pages, len(ended),
-        )
+        _log.warning("agent %s took the place of %s", self.instance_id, former.transport.instance_id)
         return former.transport.instance_id
 
     def _new_exchange(self, ended: list[HandoffEvent] | None = None) -> Exchange:

@@ -1,7 +1,10 @@
 """A holder in a process of its own: leases pages of known bytes over NIXL to whoever it is told about.
 
-stdin, one JSON line each:   {"peer": hex} | {"announce": num_pages, "request": id} | {"quit": true}
-stdout, one JSON line each:  {"metadata": hex} | {"peer": id} | {"pages": [...]} | {"ended": [[request, state], ...]}
+stdin, one JSON line each:   {"peer": hex} | {"announce": num_pages, "request": id} | {"read": id, "wait": bool} | {"quit": true}
+stdout, one JSON line each:  {"metadata": hex} | {"peer": id} | {"pages": [...]} | {"read": state} |
+                             {"ended": [[request, state], ...]}
+
+"read" makes it a reader that keeps to no lease: every page of the peer named, in one transfer, waited for or not.
 """
 
 import json
@@ -48,6 +51,8 @@ def main() -> None:
             if "peer" in order:
                 peer = kv.transport.add_peer(bytes.fromhex(order["peer"]))
                 say({"peer": peer})
+            elif "read" in order:
+                say({"read": read(kv, order["read"], wait=order["wait"])})
             else:
                 say({"pages": announce(kv, RequestKey(order["request"], 0, 0), peer, order["announce"])})
         time.sleep(kv.exchange.pause_s)
@@ -74,6 +79,16 @@ def announce(kv: RankKv, key: RequestKey, peer: str, num_pages: int) -> list[int
         kv.leases.announce(key, named[: num_pages // 2])
         kv.leases.announce(key, named[num_pages // 2 :], HandoffState(first_token=7, num_prompt_tokens=64 * num_pages))
     return pages
+
+
+def read(kv: RankKv, peer: str, *, wait: bool) -> str:
+    """State of the read."""
+    pages = range(kv.pool.num_pages)[::-1]  # NIXL would make one request of what lies in a row
+    handle = kv.transport.read_pages(peer, pages, pages)
+    while wait and kv.transport.poll(handle) == "running":
+        kv.exchange.tick()
+        time.sleep(0.001)
+    return kv.transport.poll(handle)
 
 
 def say(message: dict) -> None:

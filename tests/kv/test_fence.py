@@ -11,9 +11,9 @@ from services.kv.pages import HolderKind
 from services.kv.peers import Peers
 from services.kv.pull import PullState
 from services.kv.puller import PullEnded
-from services.kv.rank_kv import FenceRule
+from services.kv.rank_kv import RETRY_S, FenceRule
 from services.kv.transport import IDLE_S
-from services.runtime.errors import EngineError, HandoffError
+from services.runtime.errors import ConfigError, EngineError, HandoffError
 from services.runtime.telemetry import INCIDENTS
 from tests.kv.rig import Clock, Pair, request
 
@@ -26,6 +26,10 @@ def peer_rank(kv, address="a:1", rank=0):
 
 def num_renewed() -> float:
     return INCIDENTS.labels("agent renewed", "")._value.get()
+
+
+def num_not_opened() -> float:
+    return INCIDENTS.labels("agent not opened", "")._value.get()
 
 
 @pytest.fixture
@@ -207,6 +211,61 @@ def test_a_message_to_the_former_instance_is_never_heard(pair):
     assert not pair.holder.transport.notify(former, b"x")
     with pytest.raises(HandoffError):
         pair.reader.pulls.claim(pair.key(), pair.holder.instance_id)  # not met anew yet
+
+
+def test_an_agent_that_cannot_be_opened_is_tried_again_and_all_else_lives_on(pair):
+    """The only link is down when the fence is due: pages are free at once, what runs stays, nothing new comes until there is an agent."""
+    running, before = pair.key(), num_not_opened()
+    kept = pair.reader.pool.take(1, request(running))
+    target, (read,) = late_read(pair, 4), pair.fabric.reads
+    former, epochs, opens = pair.reader.instance_id, pair.reader.memory.epochs.copy(), pair.reader._open_transport
+    tries = []
+
+    def no_device(instance_id):
+        tries.append(instance_id)
+        raise ConfigError("no such device")
+
+    pair.reader._open_transport = no_device
+    assert pair.reader.renew_if_due() == "" and len(tries) == 1 and num_not_opened() == before + 1
+    assert pair.reader.pool.num_quarantined == 0 and pair.reader.pool.num_available == 9, "the old agent is gone, and quarantine with it"
+    assert "no such device" in pair.reader.fence_reason(), "the turn that tries again takes its time"
+    pair.reader.pool.take(9, request(pair.key()))
+    pair.reader.memory.page_bytes_view()[:] = 99
+    read.complete()
+    assert (pair.reader.memory.page_bytes_view()[target] == 99).all(), "nothing of it lands"
+
+    peers, opened = Peers(lambda: pair.reader.transport), pair.key()
+    for refused in (lambda: pair.reader.pulls.claim(pair.key(), pair.holder.instance_id), lambda: peers.meet(peer_rank(pair.holder))):
+        with pytest.raises(HandoffError) as error:
+            refused()
+        assert error.value.reason == common_pb2.FENCED
+    pair.reader.leases.queue(opened, [pair.holder.instance_id])
+    assert [(event.key, event.reason) for event in pair.reader.exchange.tick()] == [(opened, common_pb2.FENCED)]
+    assert pair.reader.pool.pages.pages_of(request(running)) == kept and pair.reader.instance_id == former
+
+    assert pair.reader.renew_if_due() == "" and len(tries) == 1, "not before a second has passed"
+    pair.clock.now += RETRY_S
+    assert pair.reader.renew_if_due() == "" and len(tries) == 2 and num_not_opened() == before + 2
+    pair.reader._open_transport, pair.clock.now = opens, pair.clock.now + RETRY_S
+    untold = pair.key()
+    pair.reader.leases.queue(untold, [pair.holder.instance_id])  # by a thread that came between
+    assert pair.reader.renew_if_due() == former != pair.reader.instance_id and pair.reader.fence_reason() == ""
+    assert [(event.key, event.reason) for event in pair.reader.exchange.tick()] == [(untold, common_pb2.FENCED)]
+    introduce(pair)
+    pair.reader.pulls.claim(pair.key(), pair.holder.instance_id)
+    assert (pair.reader.memory.epochs >= epochs).all()
+    pair.reader.check_integrity()
+
+
+def test_a_rank_without_an_agent_can_close(pair):
+    late_read(pair, 4)
+
+    def no_device(instance_id):
+        raise ConfigError("no such device")
+
+    pair.reader._open_transport = no_device
+    assert pair.reader.renew_if_due() == ""
+    pair.reader.close()
 
 
 def test_peers_follow_the_renewed_transport(pair):

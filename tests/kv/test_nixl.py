@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -30,9 +31,10 @@ PATIENCE_S = 30.0
 class Child:
     """nixl_holder.py in a process of its own."""
 
-    def __init__(self, layout: KvLayout, num_pages: int) -> None:
+    def __init__(self, layout: KvLayout, num_pages: int, prefix: Sequence[str] = ()) -> None:
+        """`prefix`: words before the command, such as `ip netns exec NAME`, that end in the same process."""
         shape = json.dumps([layout.num_layers, layout.kv_lora_rank, layout.rope_dim, layout.dtype])
-        command = [sys.executable, "-m", "tests.kv.nixl_holder", shape, str(num_pages)]
+        command = [*prefix, sys.executable, "-m", "tests.kv.nixl_holder", shape, str(num_pages)]
         self.blob, self.peer = b"", ""
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

@@ -3,7 +3,6 @@
 Over shared memory a stopped peer still reads fine, so only TCP shows this.
 """
 
-import json
 import os
 import signal
 import time
@@ -17,6 +16,8 @@ from services.kv.layout import KvLayout
 from services.kv.nixl_transport import NixlTransport
 from services.kv.pages import HolderKind
 from services.kv.pull import PullState
+from services.kv.rank_kv import RETRY_S
+from services.runtime.errors import HandoffError
 from tests.kv.nixl_holder import expected_byte
 from tests.kv.test_nixl import NUM_PAGES, PATIENCE_S, Two
 
@@ -27,17 +28,9 @@ class Fenced(Two):
     """The holder in `child` was stopped while it was read."""
 
     def woken(self):
-        """It after SIGCONT, told that its lease is over; or what a supervisor would start in its place.
-
-        UCX 1.23 ends the process itself ("ucp_request.inl: unexpected error: Endpoint timeout"): it answers emulated reads that wait in the
-        socket over a connection whose failure it has just noticed. The same happens to a holder whose reader was killed.
-        """
-        told = self.child.process.stdout.readline()
-        if told:
-            assert json.loads(told) == {"ended": [["late", "aborted"]]}, "it was told before the agent went"
-            return self.child
-        assert self.child.process.wait(PATIENCE_S) == -signal.SIGABRT
-        return self.another()
+        """It after SIGCONT, told that its lease is over. Without resets.py UCX ends the process here."""
+        assert self.child.hear() == {"ended": [["late", "aborted"]]}, "it was told before the agent went"
+        return self.child
 
 
 @pytest.fixture
@@ -171,4 +164,21 @@ def test_a_renewal_without_any_trouble_costs_nothing_but_time(two):
     two.meet(two.child)
     two.hand_over("after", 3)
     assert two.kv.transport.stats.num_pages == 6 == stats.num_pages + 3, "the rank counts on"
+    assert two.close() == 0
+
+
+def test_an_agent_that_ucx_cannot_open_is_opened_once_it_can(two, monkeypatch):
+    two.hand_over("before", 3)
+    with monkeypatch.context() as patch:
+        patch.setenv("UCX_NET_DEVICES", "gone0")
+        assert two.kv.renew_agent() == "" and "UCX_TLS=tcp" in two.kv.fence_reason()
+        two.skipped_s += RETRY_S
+        assert two.kv.renew_if_due() == ""
+        with pytest.raises(HandoffError) as refused:
+            two.kv.transport.add_peer(two.blob)
+        assert refused.value.reason == common_pb2.FENCED and two.kv.exchange.tick() == []
+    two.skipped_s += RETRY_S
+    assert two.kv.renew_if_due()
+    two.meet(two.child)
+    two.hand_over("after", 3)
     assert two.close() == 0
