@@ -19,7 +19,8 @@ announcement on. Each choice of a request has a lease of its own: pages that the
                                                       its own holders, or its queue entry
 
 The table takes a LEASE holder on every announced page and drops it in every end. Guarded by the kv lock. Bounds: a lease ends once, so
-what take_ended() has is bounded by the leases; of leases that ended, the newest MAX_GRAVES of the last ttl are remembered.
+what take_ended() has is bounded by the leases; of leases that ended, and of refusals of what is not here, the newest MAX_GRAVES of the
+last ttl are remembered.
 """
 import logging
 import math
@@ -98,6 +99,7 @@ class LeaseTable:
         self._ttl_s = ttl_s
         self._leases: dict[RequestKey, _Lease] = {}
         self._graves: dict[RequestKey, tuple[float, LeaseEnded]] = {}  # oldest first; one ttl, so that a late renewal hears how it ended
+        self._refused: dict[RequestKey, tuple[float, Ended]] = {}  # by readers that heard of it before this rank did; bounded as graves are
         self._ended: list[LeaseEnded] = []
 
     def __len__(self) -> int:
@@ -121,12 +123,20 @@ class LeaseTable:
     def queue(self, key: RequestKey, readers: Sequence[str]) -> None:
         """A request is here but not admitted; renewals are answered with "unknown" until it is."""
         self._add(key, LeaseState.QUEUED, readers, math.inf)
+        self._end_if_refused(key)
 
     def open(self, key: RequestKey, readers: Sequence[str]) -> None:
         """Begin a lease at admission; one reader a TP rank of the other side."""
         if self.state(key) is LeaseState.QUEUED:
             del self._leases[key]
         self._add(key, LeaseState.COMPUTING, readers, self._clock() + self._ttl_s)
+        self._end_if_refused(key)
+
+    def _end_if_refused(self, key: RequestKey) -> None:
+        """A refusal may come before what it refuses: the router tells both sides at the same time."""
+        _, refusal = self._refused.pop(key, (0.0, None))
+        if refusal is not None and refusal.reader in self._leases[key].readers:
+            self._end(key, LeaseState.ABORTED, refusal.reason, refusal.message, told=refusal.reader)
 
     def _add(self, key: RequestKey, state: LeaseState, readers: Sequence[str], deadline: float) -> None:
         if key in self._leases or not readers:
@@ -171,6 +181,7 @@ class LeaseTable:
         for sequence in range(len(new.announcements)):
             for reader in readers:
                 self._send(reader, encode(self._announcement(new_key, reader, new, sequence)))
+        self._end_if_refused(new_key)
         return True
 
     def finish(self, key: RequestKey) -> None:
@@ -199,6 +210,8 @@ class LeaseTable:
             self._renew(message, lease)
         elif lease is None:
             self._ignore(sender, message)
+            if isinstance(message, Ended):
+                self._remember_refusal(message)
         elif isinstance(message, Done) and lease.state is not LeaseState.QUEUED:
             lease.waiting.discard(sender)
             if not lease.waiting:
@@ -216,6 +229,13 @@ class LeaseTable:
             self._end(key, LeaseState.EXPIRED, common_pb2.LEASE_EXPIRED, message)
         for key in [key for key, (until, _) in self._graves.items() if until <= now]:
             del self._graves[key]
+        for key in [key for key, (until, _) in self._refused.items() if until <= now]:
+            del self._refused[key]
+
+    def _remember_refusal(self, refusal: Ended) -> None:
+        self._refused[refusal.key] = (self._clock() + self._ttl_s, refusal)
+        if len(self._refused) > MAX_GRAVES:
+            del self._refused[next(iter(self._refused))]
 
     def take_ended(self) -> list[LeaseEnded]:
         """Leases that ended since the last call, whoever ended them."""

@@ -285,3 +285,38 @@ def test_redirects_amid_lost_and_doubled_messages_end_with_one_reader_served(pai
     assert len(replaced) == 2 and set(replaced) <= {common_pb2.REPLACED, common_pb2.LEASE_EXPIRED}
     kv.pool.release(request(current))
     pair.assert_all_free()
+
+
+@pytest.mark.parametrize("how", ["queue", "open", "redirect"])
+def test_a_refusal_that_came_before_the_request_ends_it_at_once(pair, how):
+    """The router told the reader first, and its refusal was faster: no timer is waited for."""
+    former = pair.key()
+    key = attempt(former, 1)
+    another = pair.rank()
+    if how == "redirect":
+        pages = pair.compute(former, 2)
+        pair.announce(former, pages)
+        pair.holder.pool.release(request(former))
+    another.pulls.refuse(key, pair.holder.instance_id, common_pb2.OVERLOADED, "full")
+    pair.tick()
+    if how == "redirect":
+        assert pair.holder.leases.redirect(former, key, [another.instance_id])
+    else:
+        getattr(pair.holder.leases, how)(key, [another.instance_id])
+    (ended,) = [event for event in pair.tick() if isinstance(event, LeaseEnded)]
+    assert (ended.key, ended.state, ended.reason, ended.message) == (key, LeaseState.ABORTED, common_pb2.OVERLOADED, "full")
+    assert len(pair.holder.leases) == 0 and pair.holder.pool.pages.num_free == 8
+
+
+def test_early_refusals_are_bounded_forgotten_and_count_for_their_own_reader_alone(pair, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("services.kv.lease.MAX_GRAVES", 3)
+    another, keys = pair.rank(), [pair.key() for _ in range(6)]
+    for key in keys[:5]:
+        another.pulls.refuse(key, pair.holder.instance_id, common_pb2.OVERLOADED, "full")
+    pair.tick()
+    for key in keys[:3]:  # the first two were forgotten; another reader may have the third
+        pair.holder.leases.queue(key, [another.instance_id if key != keys[2] else pair.reader.instance_id])
+    assert [pair.holder.leases.state(key) for key in keys[:3]] == [LeaseState.QUEUED] * 3
+    pair.pass_time(31.0)
+    pair.holder.leases.queue(keys[3], [another.instance_id])
+    assert pair.holder.leases.state(keys[3]) is LeaseState.QUEUED
