@@ -225,7 +225,8 @@ class Choice:
             return False
         if failure.reason == common_pb2.PEER_GONE and failure.is_told:  # its peer is this prefill rank
             return False
-        return self.ticket.output.num_tokens <= prefill.num_sent + 1 and self.ticket.pool.is_member(prefill.rank.instance_id)
+        is_member = self.ticket.pool.is_member(prefill.state, prefill.rank.instance_id)
+        return is_member and self.ticket.output.num_tokens <= prefill.num_sent + 1
 
     def redirect(self, reader: RankState, reason: common_pb2.Reason) -> None:
         """Let `reader` pull in place of the present decode rank; Run, if it has not returned, goes on."""

@@ -202,9 +202,9 @@ class Pool:
         task.add_done_callback(self._closing.discard)
         logger.info("%s rank %s (%s) is gone", state.rank.role, state.name, state.instance_id)
 
-    def is_member(self, instance_id: str) -> bool:
-        """Whether this engine incarnation is known, though it may take nothing new."""
-        return instance_id in self._ranks
+    def is_member(self, state: RankState, instance_id: str) -> bool:
+        """Whether `state` is known as this incarnation, though it may take nothing new. One that came back has another state."""
+        return self._ranks.get(instance_id) is state
 
     def is_draining(self, role: str) -> bool:
         """Whether ranks of `role` are about to leave."""

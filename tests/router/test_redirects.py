@@ -161,7 +161,9 @@ async def test_nothing_is_redirected_once_decode_has_the_pages(tmp_path: Path) -
         assert world.prefills[0].redirects == [] and len(world.prefills[0].runs) == 2
 
 
-async def test_nothing_is_asked_of_a_prefill_rank_that_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_back", [False, True])
+async def test_nothing_is_asked_of_a_prefill_rank_that_left(tmp_path: Path, is_back: bool) -> None:
+    """A front that was silent for too long is a new member when it is back: what was called before hangs on a channel that is closed."""
     async with running(tmp_path, prefills=2, decodes=2) as world:
         async def lose(session: DecodeSession, submit: decode_pb2.Submit) -> None:
             if submit.key.attempt == 0:
@@ -169,6 +171,9 @@ async def test_nothing_is_asked_of_a_prefill_rank_that_left(tmp_path: Path) -> N
                 await until(lambda: bool(holder.runs), "prefill is called")
                 await shown.wait()
                 world.router.pool.lose(f"front-{holder.instance_id}")
+                if is_back:
+                    await until(lambda: not world.router.pool._closing, "its channel is closed")
+                    world.router.pool.join(holder.member())
                 session.failed(submit, common_pb2.ENGINE_DIED)
                 raise ScriptEnds
 
