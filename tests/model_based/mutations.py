@@ -77,10 +77,10 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
              "            read.holder, read.local_pages = quarantine, []\n"),
     ),
     "quarantine ends before the agent is destroyed": (
-        Edit("services.kv.rank_kv", "RankKv.renew_agent", "        former.transport.close()\n", ""),
+        Edit("services.kv.rank_kv", "RankKv._fence", "        former.transport.close()\n", ""),
     ),
     "fence keeps the pulls": (
-        Edit("services.kv.exchange", "Exchange.void", "        self.pulls.stop(message)\n", ""),
+        Edit("services.kv.exchange", "Exchange.take_void", "        self.pulls.stop(self._void)\n", ""),
         Edit("services.kv.rank_kv", "RankKv.renew_if_due", "self.pulls.stop(", "str("),
     ),
     "redirect keeps the old key": (
