@@ -108,8 +108,9 @@ class Checks:
     def check_cached(self, rank: "Rank", digests: Sequence[bytes], pages: Sequence[int], what: str) -> None:
         """A page of a prefix cache holds the tokens of its digest."""
         for digest, page in zip(digests, pages, strict=True):
-            if rank.stored(page) != self._tokens_of_page[digest]:
-                self.violations.append(f"page {page} of {rank.id} {what} with {rank.stored(page)} for {self._tokens_of_page[digest]}")
+            ours = self._tokens_of_page.get(digest)
+            if rank.stored(page) != ours:
+                self.violations.append(f"page {page} of {rank.id} {what} with {rank.stored(page)} for {ours}")
 
     def check_ready(self, rank: "ReaderRank", request: Request) -> None:
         """A request is about to run: its pages are its own, and were read while their epochs were as announced."""
@@ -200,6 +201,14 @@ class Checks:
             for page in read.local_pages:
                 kinds = {holder.kind for holder in rank.kv.pool.pages.holders_of(page)}
                 assert kinds & _IN_FLIGHT, f"page {page} of {rank.id} is held by {kinds} while a read into it is in flight"
+            if read.of_epochs:
+                self._check_is_last(rank, read)
+
+    def _check_is_last(self, rank: "Rank", epochs: LocalRead) -> None:
+        """Epochs are read once every page is."""
+        for read in self.fabric.reads:
+            is_out = not read.of_epochs and read.state is TransferState.RUNNING and read._target is rank.memory
+            assert not (is_out and set(read.local_pages) & set(epochs.local_pages)), f"{rank.id} verifies pages {read.local_pages} unread"
 
     def _check_leases(self) -> None:
         """A lease keeps its pages as they were announced."""

@@ -173,7 +173,7 @@ class HandoffMachine(RuleBasedStateMachine):
         asks = self.open_asks()
         self.world.stray(index, asks[which % len(asks)])
 
-    @precondition(lambda self: self.world.fabric.reads and len(self.world.asks) <= MAX_ASKS)
+    @precondition(lambda self: self.world.fabric.reads and len(self.world.asks) < 2 * MAX_ASKS)
     @rule(which=number, length=st.sampled_from(LENGTHS))
     def usurp(self, which: int, length: int) -> None:
         """A lease goes while its pages are read, and another prompt is computed into them."""
@@ -185,8 +185,12 @@ class HandoffMachine(RuleBasedStateMachine):
             ask = holders[which % len(holders)]
             world.let_lease_go(ask, expires=which >= 12)
             holder = world.holders.index(ask.attempt.holder)  # type: ignore[arg-type]
+            world.evict(ask.attempt.holder, 6)
             world.submit(2, len(world.asks), length, 3, holder, which % 2, stops_at_once=False)
             world.turn(holder)
+            for _ in range(2 * (which % 2)):  # pages, then epochs
+                world.complete_all()
+                world.hear(ask.attempt.reader)
 
     # ---- reads
 
@@ -216,9 +220,12 @@ class HandoffMachine(RuleBasedStateMachine):
             self.world.hear(rank)
 
     @precondition(lambda self: self.world.fabric.reads)
-    @rule(which=number)
-    def fail(self, which: int) -> None:
+    @rule(which=number, others_end=yes)
+    def fail(self, which: int, others_end: bool) -> None:
+        """One read ends in an error; all others may end well before anybody looks."""
         self.world.fail(which)
+        if others_end:
+            self.world.complete_all()
 
     # ---- time
 

@@ -69,7 +69,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
              "        self._send(pull, Done(key=pull.key, holder=pull.holder, reader=self._transport.instance_id))\n"),
     ),
     "epoch compare skipped for one page": (
-        Edit("services.kv.pull", "Pull.stale", "if self._announced[index][1] != epoch", "if index and self._announced[index][1] != epoch"),
+        Edit("services.kv.pull", "Pull.stale", "zip(indices, epochs, strict=True)", "list(zip(indices, epochs, strict=True))[1:]"),
     ),
     "quarantine dropped when a read is late": (
         Edit("services.kv.reads", "Reads.take_late", "            self._pool.hold(read.local_pages, quarantine)\n", ""),
