@@ -36,12 +36,22 @@ class HandoffMachine(RuleBasedStateMachine):
 
     # ---- requests
 
-    @initialize(how=st.integers(0, 31), rounds=st.integers(0, 6))
-    def begin(self, how: int, rounds: int) -> None:
-        """One request is on its way, or runs."""
+    @initialize(how=st.integers(0, 31), rounds=st.integers(0, 3), then=st.sampled_from(["usurp", "move", "be_late", "lose_reader", "calm"]))
+    def begin(self, how: int, rounds: int, then: str) -> None:
+        """One request is on its way, or runs; and something rare may happen to it at once."""
         self.world.submit(0, 0, LENGTHS[how % len(LENGTHS)], MAX_TOKENS[-1], how % 2, how // 2 % 2, stops_at_once=False)
-        for _ in range(rounds):
-            self._exchange_once(reads_end=how < 24)
+        for _ in range(rounds + 3 * (then == "move")):
+            self._exchange_once(reads_end=how < 24 and then != "usurp")
+        if then == "usurp":
+            self._usurp(how, LENGTHS[how // 4 % len(LENGTHS)])
+        elif then == "move":
+            self._move(how, how % 6)
+        elif then == "be_late" and self.world.fabric.reads:
+            self._be_late(landed=how % 2 == 1)
+        elif then == "calm":
+            self.calm_down(8)
+        elif then == "lose_reader":
+            self._lose_reader(how % 16, how % 2)
         self.world.check()
 
     @precondition(lambda self: len(self.world.asks) < MAX_ASKS)
@@ -67,6 +77,9 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(which=number, reader=side)
     def lose_reader(self, which: int, reader: int) -> None:
         """The reader gives a request up, or loses its session; the router redirects before anybody has moved."""
+        self._lose_reader(which, reader)
+
+    def _lose_reader(self, which: int, reader: int) -> None:
         ask = self.open_asks()[which % len(self.open_asks())]
         if which >= 12 and not ask.attempt.reader.is_dead:
             self.world.lose_session(self.world.readers.index(ask.attempt.reader), ask.attempt.session)
@@ -79,7 +92,12 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(which=number, how=st.integers(0, 5))
     def move(self, which: int, how: int) -> None:
         """And the rounds in which source and target agree, or none of them."""
-        ask = self.movable()[which % len(self.movable())]
+        self._move(which, how)
+
+    def _move(self, which: int, how: int) -> None:
+        if not (movable := self.movable()):
+            return
+        ask = movable[which % len(movable)]
         self.world.move(ask, 1 - self.world.readers.index(ask.attempt.reader))
         for _ in range(how):
             self._exchange_once(reads_end=how >= 3)
@@ -177,10 +195,13 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(which=number, length=st.sampled_from(LENGTHS))
     def usurp(self, which: int, length: int) -> None:
         """A lease goes while its pages are read, and another prompt is computed into them."""
+        self._usurp(which, length)
+
+    def _usurp(self, which: int, length: int) -> None:
         world = self.world
         reading = (PullState.FETCHING, PullState.VERIFYING)
         asks = [ask for ask in world.asks if ask.attempt.reader.kv.pulls.state(ask.attempt.key) in reading]
-        holders = [ask for ask in asks if ask.attempt.leg and not ask.attempt.holder.is_dead]
+        holders = [ask for ask in asks if ask.attempt.leg and ask.attempt.is_intact]
         if holders:
             ask = holders[which % len(holders)]
             world.let_lease_go(ask, expires=which >= 12)
@@ -213,6 +234,9 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(landed=yes)
     def be_late(self, landed: bool) -> None:
         """Reads stay out beyond their deadline, whether or not their bytes have landed."""
+        self._be_late(landed=landed)
+
+    def _be_late(self, *, landed: bool) -> None:
         if landed:
             self.world.land(0, 1)
         self.world.clock.now += DEADLINE
@@ -237,6 +261,9 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.asks and not self.was_calm)
     @rule(rounds=st.integers(5, 9))
     def calm(self, rounds: int) -> None:
+        self.calm_down(rounds)
+
+    def calm_down(self, rounds: int) -> None:
         self.was_calm = True  # once a run: it takes long
         self.world.calm(rounds, RENEWAL)
 

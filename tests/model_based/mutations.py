@@ -38,9 +38,6 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
              "                read.pull = None\n                self._pool.drop(read.local_pages, read.holder)\n"
              "                read.local_pages = []\n"),
     ),
-    "ended reads forgotten before they are taken in": (
-        Edit("services.kv.reads", "Reads.forget", "if read.pull is pull:", "if read.pull is pull and read.state is TransferState.RUNNING:"),
-    ),
     "epoch raised too late": (
         Edit("services.kv.pages", "PagePool.take", "        self._epochs[taken] += np.uint64(1)", "        pass"),
         Edit("services.kv.lease", "LeaseTable.announce", "        announced = tuple(",
@@ -78,10 +75,6 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     ),
     "quarantine ends before the agent is destroyed": (
         Edit("services.kv.rank_kv", "RankKv._fence", "        former.transport.close()\n", ""),
-    ),
-    "fence keeps the pulls": (
-        Edit("services.kv.exchange", "Exchange.take_void", "        self.pulls.stop(self._void)\n", ""),
-        Edit("services.kv.rank_kv", "RankKv.renew_if_due", "self.pulls.stop(", "str("),
     ),
     "redirect keeps the old key": (
         Edit("services.kv.lease", "LeaseTable.redirect", "        del self._leases[key]\n", ""),

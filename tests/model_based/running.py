@@ -13,7 +13,7 @@ from tests.model_based.machine import HandoffMachine
 from tests.model_based.observe import observed_states
 from tests.model_based.scripted import small_pages
 
-STEPS = 40
+STEPS = 30
 SEEDS = (1, 2, 3)
 
 

@@ -55,6 +55,7 @@ class World(Checks):
         self.late: list[OnWire] = []
         self.history: deque[OnWire] = deque(maxlen=24)
         self.asks: list[Ask] = []
+        self._attempts: dict[RequestKey | int, Attempt] = {}  # by key and by handle
         self.num_incarnations = 0
         self._num_handles = 0
         self.holders = [self._new(HolderRank, f"prefill{i}", HOLDER_PAGES) for i in range(2)]
@@ -119,6 +120,7 @@ class World(Checks):
             base=base, leg=leg, source=source,
         )
         ask.attempts.append(attempt)
+        self._attempts[attempt.key] = self._attempts[attempt.handle] = attempt
         reader.commands.append(decode_messages.Submit(attempt.session, attempt.handle, RequestSpec(
             key=attempt.key, token_ids=ask.prompt + ask.sent[:base], num_output_tokens=base, params=ask.params, source=holder.peer(),
             num_preemptions=ask.num_preemptions, is_move=leg is None,
@@ -186,7 +188,7 @@ class World(Checks):
 
     @property
     def attempts(self) -> list[Attempt]:
-        return [attempt for ask in self.asks for attempt in ask.attempts]
+        return list(dict.fromkeys(self._attempts.values()))
 
     # ---- ranks
 
@@ -265,12 +267,16 @@ class World(Checks):
 
     def stray(self, index: int, ask: Ask) -> None:
         """A message of former times arrives in the name of a request's present attempt: an instance that is no party to it is ignored."""
-        old = self.history[index % len(self.history)]
         attempt = ask.attempt
-        to_reader = old.message.holder == old.sender
-        rank, other = (attempt.reader, attempt.holder) if to_reader else (attempt.holder, attempt.reader)
-        table = rank.kv.pulls if to_reader else rank.kv.leases
-        if not attempt.is_intact or old.sender == other.id or table.state(attempt.key) is None:
+        if not attempt.is_intact:
+            return
+        for old in [*list(self.history)[index:], *list(self.history)[:index]]:
+            to_reader = old.message.holder == old.sender
+            rank, other = (attempt.reader, attempt.holder) if to_reader else (attempt.holder, attempt.reader)
+            table = rank.kv.pulls if to_reader else rank.kv.leases
+            if old.sender != other.id and table.state(attempt.key) is not None:
+                break
+        else:
             return
         before = rank.kv.pulls.num_ignored + rank.kv.leases.num_ignored
         message = msgspec.structs.replace(old.message, key=attempt.key, **{"reader" if to_reader else "holder": rank.id})
@@ -399,10 +405,10 @@ class World(Checks):
             source.reader.commands.append(command)
 
     def _of_key(self, key: RequestKey) -> Attempt:
-        return next(attempt for attempt in self.attempts if attempt.key == key)
+        return self._attempts[key]
 
     def _of_handle(self, handle: int) -> Attempt:
-        return next(attempt for attempt in self.attempts if attempt.handle == handle)
+        return self._attempts[handle]
 
     def _token(self, attempt: Attempt, index: int, token: int) -> None:
         ask = attempt.ask
@@ -448,6 +454,7 @@ class World(Checks):
             self.complete_all()
             for rank in self.ranks:
                 self.hear(rank)
+        self.check_told()
         for attempt in self.attempts:
             if attempt.failed and not any(other.leg is attempt.leg and not other.failed for other in attempt.ask.attempts):
                 self._cancel_holder(attempt)
