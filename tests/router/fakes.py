@@ -120,10 +120,14 @@ class FakePrefill(FakeRank, prefill_pb2_grpc.PrefillServicer):
         self.runs.append(request)
         self.world.lease(request)
         try:
-            return await self.serve(request)
+            reply = await self.serve(request)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
+        if not reply.outcome.ok:  # nothing is held for it, so a redirect that overtakes the next Run finds nothing
+            for choice in range(request.first_choice, request.first_choice + request.n):
+                self.world.release(common_pb2.RequestKey(request_id=request.request_id, choice=choice, attempt=request.attempt))
+        return reply
 
     async def Redirect(self, request: prefill_pb2.RedirectRequest, context: Any) -> prefill_pb2.RedirectReply:
         assert request.instance_id == self.instance_id and request.fingerprint == self.fingerprint
