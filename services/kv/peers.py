@@ -23,7 +23,11 @@ class Peers:
         return len(self._places)
 
     def meet(self, rank: PeerRank) -> None:
-        """Make `rank` a peer; an older incarnation of it gets nothing new. Raises HandoffError when it cannot be used."""
+        """Make `rank` a peer; an older incarnation of it gets nothing new. Raises HandoffError when it cannot be used.
+
+        Routers hear of incarnations at different times: one that is named late closes no younger one, and is not refused either, since the
+        ids' order is that of a clock.
+        """
         transport, place, now = self._transport(), (rank.address, rank.rank), self._clock()
         before, _ = self._places.get(place, ("", 0.0))
         if before != rank.instance_id or not transport.has_peer(rank.instance_id):
@@ -31,6 +35,8 @@ class Peers:
             if named != rank.instance_id:
                 message = f"the peer is instance {rank.instance_id} but its metadata belongs to {named}; register that rank again"
                 raise HandoffError(common_pb2.PEER_GONE, message)
+            if before > named:
+                return
             if before and before != named:
                 _log.info("peer %s at %s rank %d replaces %s", named, *place, before)
                 transport.close_peer(before)
