@@ -12,11 +12,11 @@ from tests.router.byte_model import MAX_MODEL_LEN, VOCAB
 PATIENCE_S = 10.0
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
+async def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
     """Poll until `condition` holds."""
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    deadline = asyncio.get_running_loop().time() + patience_s
     while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"not within {PATIENCE_S} s: {what}"
+        assert asyncio.get_running_loop().time() < deadline, f"not within {patience_s:g} s: {what}"
         await asyncio.sleep(0.002)
 
 
@@ -64,6 +64,7 @@ class FakeRank:
         self.front_id = f"front-{self.instance_id}"
         self.fingerprint = "fp"
         self.max_model_len = MAX_MODEL_LEN
+        self.peer = self.instance_id.encode()
         self.server = Server("127.0.0.1:0", [])
         self._join: asyncio.Task[None] | None = None
         self.updates: asyncio.Queue[registry_pb2.MemberUpdate] = asyncio.Queue()
@@ -71,7 +72,7 @@ class FakeRank:
     @property
     def rank(self) -> common_pb2.Rank:
         return common_pb2.Rank(
-            instance_id=self.instance_id, role=self.role, pool_address=self.server.address, rank=0, peer=self.instance_id.encode()
+            instance_id=self.instance_id, role=self.role, pool_address=self.server.address, rank=0, peer=self.peer
         )
 
     def member(self, *ranks: common_pb2.Rank) -> registry_pb2.Member:
