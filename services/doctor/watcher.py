@@ -57,11 +57,6 @@ class Watcher(registry_pb2_grpc.RegistryServicer):
         return {f"{rank.pool_address}/{rank.rank}": rank for instance_id, rank in self.ranks.items()
                 if rank.role == role and instance_id not in self._leaving}
 
-    def load_at(self, pool_address: str) -> registry_pb2.Load:
-        """Last load of the first rank of a front; all zero when none is known."""
-        found = [instance_id for instance_id, rank in self.ranks.items() if rank.pool_address == pool_address]
-        return self.loads.get(found[0], registry_pb2.Load()) if found else registry_pb2.Load()
-
     def untidy(self) -> dict[str, str]:
         """Ranks that hold more than they should when nothing runs."""
         found: dict[str, str] = {}

@@ -8,8 +8,8 @@
 Order for a request: both sides add_peer as soon as the router names the other (prefill before it queues the request, so that it can answer
 a renewal with "not admitted yet"), decode claims, prefill opens its lease at admission.
 
-A fence (rank_kv.py): stop() posts nothing new, void() gives everything up and tells everybody, and from then on whatever still comes to be
-here; then another exchange takes its place.
+A fence (rank_kv.py): pulls.stop() posts nothing new, void() gives everything up and tells everybody, and from then on whatever still comes
+to be here; then another exchange takes its place.
 """
 import logging
 import time

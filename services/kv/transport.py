@@ -15,7 +15,7 @@
 Nothing blocks but close(), which takes no longer than the memory takes to be unregistered, whatever peers do. A read that is reported DONE
 or FAILED has ended: nothing of it lands any more. Reads, `notifications` and `close` are for one thread; `notify` and `add_peer` may be
 called by others. A closed transport has no peers and sends nothing; asking it for notifications is an EngineError, which ends the rank.
-A rank may open a second transport over its memory before it closes the first: that is how an agent is renewed (rank_kv.py).
+A rank may open another transport over the same memory once it has closed one: that is how an agent is renewed (rank_kv.py).
 "faults" (services/kv/faults.py) is a proxy around either transport and keeps every word of this.
 """
 import secrets

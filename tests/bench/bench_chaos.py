@@ -44,7 +44,7 @@ def rows(found: Report) -> list[Row]:
         Row("HUNG", found.requests["hung"] + len(found.hung_processes), "", "lower", 0, 0, "streams and processes"),
         Row("CRASHES", sum(found.crashes.values()), "engines", "lower", None, None, f"ended by themselves: {found.crashes}"),
         Row("COMPLETED", found.completed_share, "share", "higher", COMPLETED_SHARE, 1.0,
-            f"of requests that did not vanish while each pool had a serving rank; {found.requests}"),
+            f"of requests that did not vanish while each pool had a rank that served and suffered no fault; {found.requests}"),
         Row("REQUESTS", found.requests["long"], "", "higher", demand.requests, demand.requests, "completed with 64 output tokens and more"),
     ]
     kinds = [Row(f"KIND {kind}", sum(variants.values()), "times", "higher", demand.per_kind, demand.per_kind, f"{variants}")

@@ -1,7 +1,7 @@
 """What strikes: a kind's variants take turns, each one's victims rotate, and all of it is noted.
 
-A fault is armed where a short window matters: it strikes at a moment of some request (fetching, last announcement, ...), or when
-its victim reports a load of the kind asked for; after `ARM_S` all the same.
+A fault is armed where a short window matters: it strikes at a moment of some request (fetching, last announcement, ...), and after
+`ARM_S` (actions.py) all the same.
 """
 
 import random

@@ -53,7 +53,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     minutes: float
     requests: dict[str, int]  # by fate, and "long" = completed with LONG_OUTPUT tokens, "failed over" = of any fate
-    completed_share: float  # of those that did not vanish, while each pool had a serving rank
+    completed_share: float  # of those that did not vanish, while each pool had a whole rank: one that serves and suffers no fault
     errors: dict[str, int]
     faults: dict[str, dict[str, int]]  # kind -> variant -> times
     armed: dict[str, int]  # of the faults armed on a moment, those that struck at it
