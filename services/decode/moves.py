@@ -13,9 +13,10 @@ import msgspec
 
 from proto.baton.v1 import common_pb2
 from services.decode.messages import MoveCommand, MovePause, MoveResume, MoveStart, Paused, RequestEvent, Resumed
-from services.decode.request import Request, RequestState, num_pages_for
+from services.decode.request import Request, RequestState
 from services.decode.sampler import BatchSampler
 from services.decode.scheduler import Scheduler
+from services.kv.layout import num_pages_for
 from services.kv.lease import LeaseEnded, LeaseState
 from services.kv.messages import HandoffState, RequestKey
 from services.kv.rank_kv import RankKv

@@ -5,7 +5,7 @@ import msgspec
 
 from proto.baton.v1 import common_pb2
 from services.kv.hash import ROOT, page_digest, page_digests
-from services.kv.layout import PAGE_SIZE
+from services.kv.layout import PAGE_SIZE, num_pages_for
 from services.kv.messages import HandoffState, PeerRank, RequestKey
 from services.kv.pages import Holder, HolderKind
 from services.model.params import SamplingParams
@@ -44,11 +44,6 @@ class Logprobs(msgspec.Struct, frozen=True):
     logprob: float | None = None
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
-
-
-def num_pages_for(num_tokens: int) -> int:
-    """Pages that hold the KV of `num_tokens` tokens."""
-    return -(-num_tokens // PAGE_SIZE)
 
 
 class Request:

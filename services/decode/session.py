@@ -10,6 +10,7 @@ from proto.baton.v1 import decode_pb2
 from services.runtime.errors import BatonError, Overloaded
 from services.runtime.resume import ResumableStream
 from services.runtime.supervisor import RankProcess
+from services.runtime.telemetry import count_incident
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class RouterSession:
     def push(self, reply: decode_pb2.SessionReply) -> None:
         """Queue a reply; the router that leaves too many untaken loses its session."""
         if self._is_ended:
+            count_incident("reply of a session that is over")
             return
         try:
             self.stream.put(reply)

@@ -25,6 +25,11 @@ KvDtype = Literal["float32", "bfloat16"]
 _ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 
 
+def num_pages_for(num_tokens: int) -> int:
+    """Pages that hold the KV of `num_tokens` tokens."""
+    return -(-num_tokens // PAGE_SIZE)
+
+
 class KvField(msgspec.Struct, frozen=True):
     """A named range of `width`: values `[offset, offset + size)`."""
 

@@ -236,6 +236,7 @@ class LeaseTable:
         self._refused[refusal.key] = (self._clock() + self._ttl_s, refusal)
         if len(self._refused) > MAX_GRAVES:
             del self._refused[next(iter(self._refused))]
+            count_incident("refusal forgotten early")
 
     def take_ended(self) -> list[LeaseEnded]:
         """Leases that ended since the last call, whoever ended them."""

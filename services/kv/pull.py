@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
-from services.kv.layout import PAGE_SIZE
+from services.kv.layout import num_pages_for
 from services.kv.messages import Announce, HandoffState, RequestKey
 
 MAX_BEYOND_GAP = 64  # announcements kept while an earlier one is missing; what is refused beyond it comes with a renewal's answer
@@ -154,7 +154,7 @@ class Pull:
             return False
         if self._room is None:
             return not self._to_read <= self._announced.keys()
-        num_pages = -(-self.handoff.num_prompt_tokens // PAGE_SIZE)
+        num_pages = num_pages_for(self.handoff.num_prompt_tokens)
         return any(index in self._local and index not in self._announced for index in range(num_pages))
 
     @property

@@ -146,7 +146,7 @@ class Puller:
         pull = self._pulls.get(message.key)
         if pull is None or pull.holder != sender or message.holder != sender or message.reader != self._transport.instance_id:
             self.num_ignored += 1
-            count_incident("message ignored")
+            count_incident("message to a reader ignored")
             _log.info("reader %s ignores %s of %s from %s", self._transport.instance_id, type(message).__name__, message.key, sender)
             return
         now = self._clock()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from proto.baton.v1 import common_pb2
-from services.kv.layout import PAGE_SIZE
+from services.kv.layout import PAGE_SIZE, num_pages_for
 from services.kv.messages import RequestKey
 from services.kv.pages import Holder, HolderKind
 from services.runtime.errors import EngineError, HandoffError
@@ -56,7 +56,7 @@ class Prompt:
     @property
     def num_pages(self) -> int:
         """Pages that it needs, cached ones included."""
-        return -(-self.num_tokens // PAGE_SIZE) + self.num_copies
+        return num_pages_for(self.num_tokens) + self.num_copies
 
     @property
     def num_left(self) -> int:

@@ -22,6 +22,7 @@ from services.runtime.front import run_front
 from services.runtime.ipc import Up
 from services.runtime.serve import Server, abort
 from services.runtime.supervisor import RankProcess
+from services.runtime.telemetry import count_incident
 
 SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
@@ -78,8 +79,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     def _ran(self, event: RunDone | RunFailed) -> None:
         running = self._running.pop(event.key, None)
-        if running is None:
-            return  # its engine was replaced meanwhile
+        if running is None:  # its engine was replaced meanwhile
+            count_incident("event of a request that is over")
+            return
         leased = [choice.key for choice in event.choices if choice.leased] if isinstance(event, RunDone) else []
         self._leased |= dict.fromkeys(leased, running.rank)
         if not running.outcome.done():
@@ -93,6 +95,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._leased[event.key] = self._leased.pop(event.former)
         redirecting = self._redirecting.pop(event.key, None)
         if redirecting is None:
+            count_incident("event of a request that is over")
             return
         if not redirecting.outcome.done():
             redirecting.outcome.set_result(outcome(event.reason, event.message))

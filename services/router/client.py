@@ -18,6 +18,7 @@ from proto.baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from services.runtime.config import program_name
 from services.runtime.errors import SetupError
 from services.runtime.serve import ERROR_KEY, open_channel
+from services.runtime.telemetry import reason_name
 
 ADDRESS_FILE = Path(".run/router")  # of the cluster that `make up` runs
 # Field of the request: its type, and what the router takes (services/router/validate.py); the client's own default of max_tokens is 128,
@@ -196,9 +197,9 @@ def describe(finished: generation_pb2.Finished) -> str:
 def _describe_recovery(recovery: generation_pb2.Recovery) -> str:
     """One attempt after the first."""
     path = generation_pb2.Recovery.Path.Name(recovery.path).lower()
-    reason = common_pb2.Reason.Name(recovery.reason) if recovery.reason in common_pb2.Reason.values() else str(recovery.reason)
     took = f"{recovery.us / 1e3:.1f} ms without a token" if recovery.us else "it brought no token"
-    return f"{path} after {recovery.num_tokens} tokens: {recovery.role} said {reason}; {took}{', free' if recovery.is_free else ''}"
+    why = f"{recovery.role} said {reason_name(recovery.reason)}"
+    return f"{path} after {recovery.num_tokens} tokens: {why}; {took}{', free' if recovery.is_free else ''}"
 
 
 def main() -> None:

@@ -45,7 +45,6 @@ class Draining(NamedTuple):
     """The decode rank that holds this attempt will leave: put once into the mailbox of every request of its session."""
 
     attempt: int
-    seconds_left: float
 
 
 class TimerFired(NamedTuple):

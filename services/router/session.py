@@ -270,11 +270,12 @@ class Session:
         else:
             raise _Over(f"a session's reply is {kind}")
 
-    def _drain(self, seconds_left: float) -> None:
+    def _drain(self, seconds_left: int) -> None:
         if not self.is_draining:
             self.is_draining = True
+            logger.info("decode rank %s drains for %d s with %d requests", self._rank.instance_id, seconds_left, len(self._requests))
             for entry in self._requests.values():
-                entry.mailbox.put(Draining(entry.attempt, seconds_left))
+                entry.mailbox.put(Draining(entry.attempt))
             self._on_change()
 
     def _deliver(self, event: Any, kind: str) -> None:

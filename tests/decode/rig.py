@@ -13,8 +13,8 @@ from services.decode.fetch import Fetcher
 from services.decode.forward import DecodeBatch
 from services.decode.loop import DecodeLoop, Forward
 from services.decode.messages import Cancel, Failed, Finished, Ready, RequestEvent, SessionLost, StepOut, Submit
-from services.decode.request import Request, RequestSpec, RequestState, num_pages_for
-from services.kv.layout import PAGE_SIZE, Compatibility, KvLayout
+from services.decode.request import Request, RequestSpec, RequestState
+from services.kv.layout import PAGE_SIZE, Compatibility, KvLayout, num_pages_for
 from services.kv.lease import LeaseEnded
 from services.kv.local_transport import LocalFabric
 from services.kv.messages import HandoffState, PeerRank, PenaltyCounts, RequestKey
