@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 
 from proto.baton.v1 import common_pb2
@@ -22,7 +23,7 @@ from services.kv.lease import LEASE_TTL_S, LeaseEnded, LeaseTable
 from services.kv.messages import Announce, Done, Ended, Message, Renew, RenewAnswer, decode
 from services.kv.pages import PagePool
 from services.kv.puller import PullCaughtUp, PullEnded, Puller
-from services.kv.transport import Transport
+from services.kv.transport import Transport, tell
 from services.runtime.telemetry import count_incident
 
 # A tick costs some 30 us, in which a forward of the same process waits for the interpreter at its next op.
@@ -55,7 +56,7 @@ class Exchange:
         ended: Sequence[HandoffEvent] = (),
     ) -> None:
         self.transport = transport
-        self.leases = LeaseTable(transport.instance_id, pool, transport.notify, clock, ttl_s)
+        self.leases = LeaseTable(transport.instance_id, pool, partial(tell, transport), clock, ttl_s)
         self.pulls = Puller(pool, transport, page_bytes, clock, ttl_s)
         self.num_ignored = 0  # notifications that are no message of this version, or that nobody had room for
         self._inbox: deque[tuple[str, bytes]] = deque()

@@ -25,7 +25,7 @@ from services.kv.messages import Announce, Done, Ended, HandoffState, Message, R
 from services.kv.pages import PagePool
 from services.kv.pull import Accept, Pull, PullState, PullStats, accept_any
 from services.kv.reads import Read, Reads
-from services.kv.transport import TransferState, Transport
+from services.kv.transport import TransferState, Transport, tell
 from services.runtime.errors import EngineError, HandoffError
 from services.runtime.telemetry import count_incident
 
@@ -122,7 +122,7 @@ class Puller:
     def refuse(self, key: RequestKey, holder: str, reason: int, message: str) -> None:
         """Tell a holder that a hand-off which was never claimed here will not be read."""
         ended = Ended(key=key, holder=holder, reader=self._transport.instance_id, reason=reason, message=message)
-        self._transport.notify(holder, encode(ended))
+        tell(self._transport, holder, encode(ended))
 
     def stop(self, message: str) -> None:
         """Post nothing new: every pull fails as FENCED, its holder is told, and so does every claim from now on."""
@@ -294,4 +294,4 @@ class Puller:
         self.reads.forget(pull)
 
     def _send(self, pull: Pull, message: Message) -> None:
-        self._transport.notify(pull.holder, encode(message))
+        tell(self._transport, pull.holder, encode(message))

@@ -30,6 +30,7 @@ from proto.baton.v1 import common_pb2
 from services.kv.layout import Compatibility
 from services.kv.messages import WIRE_VERSION
 from services.runtime.errors import HandoffError
+from services.runtime.telemetry import count_incident
 
 if TYPE_CHECKING:
     from services.kv.faults import FaultPlan
@@ -123,6 +124,14 @@ def create_transport(
     from services.kv.faults import FaultTransport
 
     return FaultTransport(opened, faults)
+
+
+def tell(transport: Transport, peer: str, payload: bytes) -> bool:
+    """Notify; what cannot be sent is counted. Renewals and expiry are the net below it."""
+    sent = transport.notify(peer, payload)
+    if not sent:
+        count_incident("notification not sent")
+    return sent
 
 
 def new_instance_id() -> str:

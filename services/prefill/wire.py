@@ -12,7 +12,7 @@ from services.prefill.messages import ChoiceDone, Redirect, Run, RunDone, RunFai
 from services.runtime.errors import Amount, HandoffError, InvalidRequest
 from services.runtime.ipc import Up
 
-MAX_CHOICES = 128
+MAX_RUN_CHOICES = 128
 """The most choices of one request: each costs a page, a lease and a row of logits."""
 
 
@@ -51,8 +51,8 @@ def check_redirect_form(request: prefill_pb2.RedirectRequest) -> None:
     """Refuse a call that no router of this version makes (InvalidRequest, a gRPC status)."""
     if not request.key.request_id:
         raise InvalidRequest("key.request_id", request.key.request_id, "every call names its request")
-    if request.key.choice >= MAX_CHOICES:
-        raise InvalidRequest("key.choice", request.key.choice, f"must be below {MAX_CHOICES}")
+    if request.key.choice >= MAX_RUN_CHOICES:
+        raise InvalidRequest("key.choice", request.key.choice, f"must be below {MAX_RUN_CHOICES}")
     if not request.reader.instance_id:
         raise InvalidRequest("reader.instance_id", request.reader.instance_id, "every call names the rank that is to read")
 
@@ -115,10 +115,10 @@ def _check_values(request: prefill_pb2.PrefillRequest, up: Up) -> None:
     """Raises InvalidRequest."""
     ids, sampling = request.prompt.token_ids, request.sampling
     num_output = request.prompt.num_output_tokens
-    if not 1 <= request.n <= MAX_CHOICES:
-        raise InvalidRequest("n", request.n, f"must be 1 to {MAX_CHOICES}")
-    if request.first_choice + request.n > MAX_CHOICES:
-        raise InvalidRequest("first_choice", request.first_choice, f"must be at most {MAX_CHOICES - request.n} with n {request.n}")
+    if not 1 <= request.n <= MAX_RUN_CHOICES:
+        raise InvalidRequest("n", request.n, f"must be 1 to {MAX_RUN_CHOICES}")
+    if request.first_choice + request.n > MAX_RUN_CHOICES:
+        raise InvalidRequest("first_choice", request.first_choice, f"must be at most {MAX_RUN_CHOICES - request.n} with n {request.n}")
     if len(request.readers) not in (0, request.n):
         raise InvalidRequest("readers", Amount(len(request.readers), "ranks"), f"must have one a choice, {request.n}, or none")
     if sampling.grammar:

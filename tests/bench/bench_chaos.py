@@ -42,7 +42,7 @@ def rows(found: Report) -> list[Row]:
             f"{found.tokens['excused']} excused"),
         Row("LEAKED", len(found.leaked), "ranks", "lower", 0, 0, f"all pages back {found.settle_s:.1f} s after the last stream"),
         Row("HUNG", found.requests["hung"] + len(found.hung_processes), "", "lower", 0, 0, "streams and processes"),
-        Row("CRASHES", sum(found.crashes.values()), "engines", "lower", None, None, f"ended by themselves: {found.crashes}"),
+        Row("CRASHES", sum(found.crashes.values()), "engines", "lower", 0, 0, f"ended by themselves: {found.crashes}"),
         Row("COMPLETED", found.completed_share, "share", "higher", COMPLETED_SHARE, 1.0,
             f"of requests that did not vanish while each pool had a rank that served and suffered no fault; {found.requests}"),
         Row("REQUESTS", found.requests["long"], "", "higher", demand.requests, demand.requests, "completed with 64 output tokens and more"),

@@ -174,7 +174,7 @@ def test_hung_and_silent_streams_are_breaches() -> None:
     assert "failed without a word" in only_breach(findings(*many, failed))
 
 
-def test_engines_that_end_by_themselves_are_told(tmp_path: Path) -> None:
+def test_engines_that_end_by_themselves_are_breaches(tmp_path: Path) -> None:
     stage = Stage(tmp_path, print)
     lines = [f'{{"message": "rank 0 (instance ab12) is down, exit code {code}"}}' for code in (-9, -6, 0, 1, -6, None)]
     (tmp_path / "decode-6.log").write_text("\n".join(lines))
@@ -182,7 +182,7 @@ def test_engines_that_end_by_themselves_are_told(tmp_path: Path) -> None:
     found.crashes += stage.crashes()
     report = found.report(Demand())
     assert report.crashes == {"decode-6's engine ended with exit code -6": 2, "decode-6's engine ended with exit code 1": 1}
-    assert "by itself: 2 x decode-6's engine ended with exit code -6" in describe(report)
+    assert "decode-6's engine ended with exit code -6 by itself, 2 times" in report.breaches
 
 
 def test_demands() -> None:

@@ -57,7 +57,7 @@ class Faults:
     async def _victim(self, role: str) -> Node:
         await until(lambda: len(self._stage.whole(role)) > 1, SPARE_S)
         node = self._victims.take(self._stage.whole(role) or self._stage.whole() or self._stage.nodes)
-        await until(lambda: not node.fault, BACK_S)
+        await until(lambda: not node.fault, 2 * BACK_S)  # one fault a node at a time
         return node
 
     def _note(self, kind: str, variant: Variant, target: str) -> Fired:

@@ -53,7 +53,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     minutes: float
     requests: dict[str, int]  # by fate, and "long" = completed with LONG_OUTPUT tokens, "failed over" = of any fate
-    completed_share: float  # of those that did not vanish, while each pool had a whole rank: one that serves and suffers no fault
+    completed_share: float  # of those that did not vanish, while each pool had a serving rank
     errors: dict[str, int]
     faults: dict[str, dict[str, int]]  # kind -> variant -> times
     armed: dict[str, int]  # of the faults armed on a moment, those that struck at it
@@ -69,7 +69,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     move_pause: Spread
     leaked: tuple[str, ...]
     hung_processes: tuple[str, ...]
-    crashes: dict[str, int]  # engines that ended by themselves: their requests failed over, but no fault of the run explains it
+    crashes: dict[str, int]  # engines that ended by themselves: a breach, since no fault of the run explains it
     settle_s: float
     unserved_s: float
     tokens_per_s: float
@@ -193,7 +193,8 @@ class Findings:
         silent = [f"request {outcome.number} failed without a word: {outcome.error}" for outcome in self.outcomes
                   if outcome.fate == "failed" and outcome.error.startswith("the stream ended")]
         leaked = [f"pages did not come back in {self.settle_s:.0f} s: {instance_id}: {text}" for instance_id, text in self.leaked.items()]
-        return [*_at_most(hung), *_at_most(silent), *leaked, *(f"{name} did not end when it was told to" for name in self.hung)]
+        crashed = [f"{crash} by itself, {number} times" for crash, number in Counter(self.crashes).items()]
+        return [*_at_most(hung), *_at_most(silent), *leaked, *crashed, *(f"{name} did not end when it was told to" for name in self.hung)]
 
     def _not_back(self) -> list[str]:
         return [f"{fired.kind} ({fired.variant}): {fired.breach}" for fired in self.fired if fired.breach]

@@ -60,8 +60,8 @@ class Stage:
         self._no_network = why_unavailable()
         self._server: Server | None = None
         self._cluster: Cluster | None = None
-        self.empty_since: dict[str, float] = {}  # role -> when its last whole rank went
-        self.empty: list[tuple[float, float]] = []  # times without a whole rank of some role
+        self.empty_since: dict[str, float] = {}  # role -> when its last serving rank went
+        self.empty: list[tuple[float, float]] = []  # times without a serving rank of some role
 
     @property
     def cluster(self) -> Cluster:
@@ -148,10 +148,10 @@ class Stage:
         return await until(lambda: self.cluster.processes[name].poll() is not None, patience_s)
 
     def sample(self) -> None:
-        """Note when a pool had no whole rank, be it that all serve but each suffers a fault; to be called often."""
+        """Note when a pool had no serving rank; to be called often."""
         now = time.monotonic()
         for role in ROLES:
-            if self.whole(role):
+            if self.watcher.serving(role):
                 began = self.empty_since.pop(role, None)
                 if began is not None:
                     self.empty.append((began, now))

@@ -20,8 +20,7 @@ def describe(report: Report) -> str:
         *(f"  {kind:14} {_seconds(spread)}" for kind, spread in report.stream_recovery.items()),
         f"all ranks serving after a fault: {_seconds(report.rank_recovery)}; after its end: {_seconds(report.rank_recovery_after_release)}",
         f"pause of a move: {_seconds(report.move_pause)}",
-        f"all pages back {report.settle_s:.1f} s after the last stream; no whole rank of some pool for {report.unserved_s:.1f} s",
-        *(f"by itself: {number} x {crash}" for crash, number in report.crashes.items()),
+        f"all pages back {report.settle_s:.1f} s after the last stream; no rank of some pool serving for {report.unserved_s:.1f} s",
         *(f"BREACH: {sentence}" for sentence in report.breaches),
     ]
     return "\n".join(lines if report.breaches else [*lines, "no breach"])
