@@ -64,7 +64,7 @@ class FakeRank:
         self.front_id = f"front-{self.instance_id}"
         self.fingerprint = "fp"
         self.max_model_len = MAX_MODEL_LEN
-        self.peer = self.instance_id.encode()
+        self.peer: bytes | None = None  # what it says of its pages; by default its instance id
         self.server = Server("127.0.0.1:0", [])
         self._join: asyncio.Task[None] | None = None
         self.updates: asyncio.Queue[registry_pb2.MemberUpdate] = asyncio.Queue()
@@ -72,7 +72,8 @@ class FakeRank:
     @property
     def rank(self) -> common_pb2.Rank:
         return common_pb2.Rank(
-            instance_id=self.instance_id, role=self.role, pool_address=self.server.address, rank=0, peer=self.peer
+            instance_id=self.instance_id, role=self.role, pool_address=self.server.address, rank=0,
+            peer=self.instance_id.encode() if self.peer is None else self.peer,
         )
 
     def member(self, *ranks: common_pb2.Rank) -> registry_pb2.Member:
