@@ -40,10 +40,7 @@ class BatchSampler:
     def counts(self, request: Request) -> PenaltyCounts:
         """Where another rank's `add` goes on."""
         state = self._penalties.get(request.id)
-        if state is None:
-            return PenaltyCounts()
-        prompt_ids, output_ids, counts = state.export()
-        return PenaltyCounts(tuple(prompt_ids), dict(zip(output_ids, counts, strict=True)))
+        return PenaltyCounts() if state is None else PenaltyCounts.of(*state.export())
 
     def forget(self, request: Request) -> None:
         """The request is over."""

@@ -46,7 +46,7 @@ def to_submit(session: int, message: decode_pb2.Submit, vocab_size: int) -> Subm
         num_output_tokens=prompt.num_output_tokens,
         salt=prompt.salt,
         params=params,
-        source=_to_peer(message.holder),
+        source=PeerRank.of(message.holder),
         num_preemptions=message.num_preemptions,
         timeout_s=message.deadline_us / 1e6,
         is_move=message.is_move,
@@ -59,17 +59,13 @@ def to_move(session: int, message: decode_pb2.Move) -> MoveCommand:
     handle, new_attempt = message.handle, message.new_attempt
     match message.step:
         case decode_pb2.Move.START:
-            return MoveStart(session, handle, new_attempt, _to_peer(message.reader))
+            return MoveStart(session, handle, new_attempt, PeerRank.of(message.reader))
         case decode_pb2.Move.PAUSE:
             return MovePause(session, handle, new_attempt)
         case decode_pb2.Move.RESUME:
             return MoveResume(session, handle, new_attempt)
         case step:
             raise InvalidRequest("move.step", step, "it must be START, PAUSE or RESUME")
-
-
-def _to_peer(rank: common_pb2.Rank) -> PeerRank:
-    return PeerRank(rank.instance_id, rank.pool_address, rank.rank, rank.peer)
 
 
 def to_params(sampling: common_pb2.Sampling) -> SamplingParams:

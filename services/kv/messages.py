@@ -6,7 +6,11 @@
 Every message carries the request's key and the instance ids of both sides; what does not match is counted, logged and ignored.
 Reasons are values of `baton.v1.Reason`; in `Ended`, reason 0 says that the request finished with its first token: nothing to pull.
 """
+from collections.abc import Sequence
+
 import msgspec
+
+from proto.baton.v1 import common_pb2
 
 # 1: announcements by sequence number, renewals that ask for gaps, one Ended for both directions.
 # 2: the state of a running request carries its output tokens.
@@ -31,12 +35,22 @@ class PeerRank(msgspec.Struct, frozen=True):
     rank: int
     peer: bytes
 
+    @classmethod
+    def of(cls, rank: common_pb2.Rank) -> "PeerRank":
+        """As a router names it."""
+        return cls(rank.instance_id, rank.pool_address, rank.rank, rank.peer)
+
 
 class PenaltyCounts(msgspec.Struct, frozen=True):
     """Token counts that the sampler's penalties need, as plain ints."""
 
     prompt_ids: tuple[int, ...] = ()  # distinct ids of the prompt
     output_counts: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, prompt_ids: Sequence[int], output_ids: Sequence[int], output_counts: Sequence[int]) -> "PenaltyCounts":
+        """From what PenaltyState.export() gives."""
+        return cls(tuple(prompt_ids), dict(zip(output_ids, output_counts, strict=True)))
 
 
 class HandoffState(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ class FirstTokenSampler:
         tokens: list[list[FirstToken] | None] = []
         begin = 0
         for run, state, is_broken in zip(runs, penalties, broken, strict=True):
-            counts = PenaltyCounts() if state is None else _counts(state)
+            counts = PenaltyCounts() if state is None else PenaltyCounts.of(*state.export())
             tokens.append(None if is_broken else self._first_tokens(run, sampled, begin, counts))
             begin += run.n
         return tokens
@@ -106,11 +106,6 @@ def _penalties(run: Run) -> PenaltyState | None:
         return None
     num_prompt = len(run.token_ids) - run.num_output_tokens
     return PenaltyState(run.token_ids[:num_prompt], run.token_ids[num_prompt:])
-
-
-def _counts(penalties: PenaltyState) -> PenaltyCounts:
-    prompt_ids, output_ids, output_counts = penalties.export()
-    return PenaltyCounts(tuple(prompt_ids), dict(zip(output_ids, output_counts, strict=True)))
 
 
 def _with(counts: PenaltyCounts, token_id: int) -> PenaltyCounts:

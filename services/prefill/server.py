@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import grpc
 import grpc.aio
@@ -30,22 +31,22 @@ logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillReply]
 RedirectContext = grpc.aio.ServicerContext[prefill_pb2.RedirectRequest, prefill_pb2.RedirectReply]
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, eq=False)
-class _Running:
-    """A Run that its engine has not answered yet. By its rank, not its instance id: a renewed agent changes that and keeps the process."""
+class _Pending(Generic[_Answer]):
+    """A call that its engine has not answered yet. By its rank, not its instance id: a renewed agent changes that and keeps the process."""
 
     rank: RankProcess
-    outcome: "asyncio.Future[prefill_pb2.PrefillReply]"
+    outcome: "asyncio.Future[_Answer]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-
-@dataclass(frozen=True, eq=False)
-class _Redirecting:
-    """The same of a Redirect."""
-
-    rank: RankProcess
-    outcome: "asyncio.Future[prefill_pb2.RequestOutcome]"
+    def answer(self, answer: _Answer) -> bool:
+        """Whether the caller is still there to hear it."""
+        is_heard = not self.outcome.done()
+        if is_heard:
+            self.outcome.set_result(answer)
+        return is_heard
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -53,8 +54,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self) -> None:
         self._ranks: Sequence[RankProcess] = ()
-        self._running: dict[RequestKey, _Running] = {}  # until the engine's event, even when the caller has left
-        self._redirecting: dict[RequestKey, _Redirecting] = {}  # the same
+        self._running: dict[RequestKey, _Pending[prefill_pb2.PrefillReply]] = {}  # until the engine's event, even when the caller has left
+        self._redirecting: dict[RequestKey, _Pending[prefill_pb2.RequestOutcome]] = {}  # the same
         self._leased: dict[RequestKey, RankProcess] = {}  # one a choice, until LeaseOver
         self._draining = False
 
@@ -84,8 +85,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             return
         leased = [choice.key for choice in event.choices if choice.leased] if isinstance(event, RunDone) else []
         self._leased |= dict.fromkeys(leased, running.rank)
-        if not running.outcome.done():
-            running.outcome.set_result(_reply(event))
+        if running.answer(_reply(event)):
             return
         for key in leased:  # the caller has left, and nobody else knows of them
             self._cancel(running.rank, key, common_pb2.CANCELLED, "the router left before the first token")
@@ -97,9 +97,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if redirecting is None:
             count_incident("event of a request that is over")
             return
-        if not redirecting.outcome.done():
-            redirecting.outcome.set_result(outcome(event.reason, event.message))
-        elif event.former is not None and not self._has_newer(event.key):  # the caller has left, and nobody may know of the reader
+        if redirecting.answer(outcome(event.reason, event.message)):
+            return
+        if event.former is not None and not self._has_newer(event.key):  # the caller has left, and nobody may know of the reader
             self._cancel(redirecting.rank, event.key, common_pb2.CANCELLED, "the router cancelled the redirect")
 
     def _has_newer(self, key: RequestKey) -> bool:
@@ -113,13 +113,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         died = f"prefill engine {instance_id} died with the request"
         self._leased = {key: holder for key, holder in self._leased.items() if holder is not rank}
         for key in [key for key, running in self._running.items() if running.rank is rank]:
-            running = self._running.pop(key)
-            if not running.outcome.done():
-                running.outcome.set_result(refused(common_pb2.ENGINE_DIED, died))
+            self._running.pop(key).answer(refused(common_pb2.ENGINE_DIED, died))
         for key in [key for key, redirecting in self._redirecting.items() if redirecting.rank is rank]:
-            redirecting = self._redirecting.pop(key)
-            if not redirecting.outcome.done():
-                redirecting.outcome.set_result(outcome(common_pb2.ENGINE_DIED, died))
+            self._redirecting.pop(key).answer(outcome(common_pb2.ENGINE_DIED, died))
 
     def on_renewed(self, rank: RankProcess, former_instance_id: str) -> None:
         """See PoolService: nothing here is kept by instance id; the engine itself answers what was void."""
@@ -165,7 +161,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             raise
         except HandoffError as error:
             return prefill_pb2.RedirectReply(outcome=outcome(error.reason, str(error)))
-        redirecting = self._redirecting[command.key] = _Redirecting(rank, asyncio.get_running_loop().create_future())
+        redirecting = self._redirecting[command.key] = _Pending(rank)
         return prefill_pb2.RedirectReply(outcome=await redirecting.outcome)
 
     def _place(self, instance_id: str) -> tuple[RankProcess, Up]:
@@ -179,16 +175,18 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         ups = ", ".join(rank.up.instance_id for rank in self._ranks if rank.up is not None) or "none"
         raise HandoffError(common_pb2.STALE_INSTANCE, f"instance {instance_id or '(empty)'} is not up here; up are: {ups}")
 
-    def _start(self, rank: RankProcess, run: messages.Run) -> _Running:
+    def _start(self, rank: RankProcess, run: messages.Run) -> _Pending[prefill_pb2.PrefillReply]:
         if run.key in self._running or not self._leased.keys().isdisjoint(run.keys):
             raise HandoffError(
                 common_pb2.STALE_ATTEMPT, f"attempt {run.key.attempt} of request {run.key.request_id} is here already; raise the attempt"
             )
         self._send(rank, run)
-        running = self._running[run.key] = _Running(rank, asyncio.get_running_loop().create_future())
+        running = self._running[run.key] = _Pending(rank)
         return running
 
-    async def _outcome(self, run: messages.Run, running: _Running, deadline_us: int) -> prefill_pb2.PrefillReply:
+    async def _outcome(
+        self, run: messages.Run, running: _Pending[prefill_pb2.PrefillReply], deadline_us: int
+    ) -> prefill_pb2.PrefillReply:
         try:
             async with asyncio.timeout(deadline_us / 1e6 if deadline_us else None):
                 return await running.outcome

@@ -38,7 +38,7 @@ def to_run(request: prefill_pb2.PrefillRequest, up: Up) -> Run:
     run = Run(
         key=RequestKey(request.request_id, request.first_choice, request.attempt), instance_id=up.instance_id, n=request.n,
         token_ids=list(prompt.token_ids), num_output_tokens=prompt.num_output_tokens, salt=prompt.salt, params=params,
-        readers=[_reader(reader) for reader in request.readers],
+        readers=[PeerRank.of(reader) for reader in request.readers],
     )
     num_copies = max(len(run.readers) - 1, 0)
     if -(-len(run.token_ids) // up.page_size) + num_copies > up.num_pages:
@@ -61,7 +61,7 @@ def to_redirect(request: prefill_pb2.RedirectRequest, up: Up) -> Redirect:
     """The engine's command. Raises HandoffError (FINGERPRINT_MISMATCH) for a reader that may not have these pages."""
     _check_fingerprint(request.fingerprint, up)
     key = RequestKey(request.key.request_id, request.key.choice, request.key.attempt)
-    return Redirect(key=key, instance_id=up.instance_id, reader=_reader(request.reader))
+    return Redirect(key=key, instance_id=up.instance_id, reader=PeerRank.of(request.reader))
 
 
 def to_params(sampling: common_pb2.Sampling) -> SamplingParams:
@@ -130,7 +130,3 @@ def _check_values(request: prefill_pb2.PrefillRequest, up: Up) -> None:
         raise InvalidRequest(
             "prompt.num_output_tokens", num_output, f"must be below max_tokens ({sampling.max_tokens}) and the {len(ids)} token_ids"
         )
-
-
-def _reader(rank: common_pb2.Rank) -> PeerRank:
-    return PeerRank(instance_id=rank.instance_id, address=rank.pool_address, rank=rank.rank, peer=rank.peer)

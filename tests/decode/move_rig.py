@@ -64,6 +64,14 @@ class MoveRig:
         if self.source.fetcher.meet_reader(command):
             self.command(command)
 
+    def under_way(self, prompt: Sequence[int], params: SamplingParams, num_tokens: int) -> RequestSpec:
+        """A request that has told `num_tokens` tokens, the target granted, the source announcing. Returns what the target was asked for."""
+        self.start(prompt, params, num_tokens)
+        spec = self.submit()
+        self.step()
+        self.begin()
+        return spec
+
     def pause(self, attempt: int = 1) -> None:
         self.command(MovePause(1, HANDLE, attempt))
 

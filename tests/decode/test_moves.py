@@ -40,10 +40,7 @@ def test_move_at_every_page_border(moving: MoveRig, num_prompt_tokens: int, num_
 
 @pytest.mark.parametrize("num_steps", [1, 62, 63, 64, 65, 110])
 def test_source_runs_on_while_the_target_pulls(moving: MoveRig, num_steps: int) -> None:
-    moving.start(PROMPT, greedy(200), 5)
-    moving.submit()
-    moving.step()
-    moving.begin()
+    moving.under_way(PROMPT, greedy(200), 5)
     moving.fabric.hold_reads = True
     for _ in range(num_steps):
         moving.step()
@@ -77,10 +74,7 @@ def test_router_may_be_behind_the_source(moving: MoveRig, behind: int) -> None:
 
 
 def test_short_request_announces_nothing_before_the_pause(moving: MoveRig) -> None:
-    moving.start([7], greedy(40), 3)
-    moving.submit()
-    moving.step()
-    moving.begin()
+    moving.under_way([7], greedy(40), 3)
     moving.exchange()
     assert moving.target.of(CaughtUp) and not moving.target.kv.transport.stats.num_pages, "an empty announcement is one"
     moving.pause()
@@ -235,10 +229,7 @@ def run_on(moving: MoveRig, num_tokens: int = 60, attempt: int = 1) -> None:
 
 
 def test_request_that_outgrows_its_reserve_runs_on(moving: MoveRig) -> None:
-    moving.start(PROMPT, greedy(400), 5)
-    moving.submit()
-    moving.step()
-    moving.begin()
+    moving.under_way(PROMPT, greedy(400), 5)
     moving.exchange()
     for _ in range(240):
         moving.step()
@@ -265,10 +256,7 @@ def test_tokens_that_differ_from_the_submitted_are_refused(moving: MoveRig) -> N
 
 @pytest.mark.parametrize("phase", ["started", "paused"])
 def test_router_calls_it_off(moving: MoveRig, phase: str) -> None:
-    moving.start(PROMPT, greedy(60), 5)
-    moving.submit()
-    moving.step()
-    moving.begin()
+    moving.under_way(PROMPT, greedy(60), 5)
     moving.fabric.hold_reads = True
     moving.step()
     if phase == "paused":
@@ -284,10 +272,7 @@ def test_router_calls_it_off(moving: MoveRig, phase: str) -> None:
 
 
 def test_pause_ends_by_itself(moving: MoveRig) -> None:
-    moving.start(PROMPT, greedy(60), 5)
-    moving.submit()
-    moving.step()
-    moving.begin()
+    moving.under_way(PROMPT, greedy(60), 5)
     moving.step()
     moving.fabric.hold_reads = True
     moving.pause()
@@ -400,10 +385,7 @@ def test_reader_that_is_a_peer_no_more_is_told_to_the_router(moving: MoveRig) ->
 
 
 def test_fence_at_the_source_lets_it_run_on(moving: MoveRig) -> None:
-    moving.start(PROMPT, greedy(60), 5)
-    spec = moving.submit()
-    moving.step()
-    moving.begin()
+    spec = moving.under_way(PROMPT, greedy(60), 5)
     moving.step()
     with moving.source.kv.lock:
         moving.source.kv.leases.abort(spec.key, common_pb2.FENCED, "the rank renews its agent")
@@ -413,10 +395,7 @@ def test_fence_at_the_source_lets_it_run_on(moving: MoveRig) -> None:
 
 
 def test_lease_that_ends_unheard_holds_nobody_for_ever(moving: MoveRig) -> None:
-    moving.start(PROMPT, greedy(60), 5)
-    spec = moving.submit()
-    moving.step()
-    moving.begin()
+    spec = moving.under_way(PROMPT, greedy(60), 5)
     moving.step()
     moving.pause()
     with moving.source.kv.lock:
@@ -432,10 +411,7 @@ def test_lease_that_ends_unheard_holds_nobody_for_ever(moving: MoveRig) -> None:
 
 
 def test_reader_done_too_early_moves_nothing(moving: MoveRig) -> None:
-    moving.start(PROMPT, greedy(60), 5)
-    spec = moving.submit()
-    moving.step()
-    moving.begin()
+    spec = moving.under_way(PROMPT, greedy(60), 5)
     moving.source.loop.inbox.put(LeaseEnded(spec.key, LeaseState.RELEASED, 0, ""))
     assert moving.source.loop.take_waiting()
     assert moving.of(Resumed)[0].reason == common_pb2.INTERNAL
@@ -448,10 +424,7 @@ def test_reader_done_too_early_moves_nothing(moving: MoveRig) -> None:
 
 def test_loop_with_none_but_paused_requests_keeps_their_time(moving: MoveRig) -> None:
     """The very loop of the engine: it wakes without a message, runs the request to its end, and stops."""
-    moving.start(PROMPT, greedy(20), 5)
-    moving.submit()
-    moving.step()
-    moving.begin()
+    moving.under_way(PROMPT, greedy(20), 5)
     moving.step()
     moving.pause()
     moving.clock.now += PAUSE_S

@@ -52,6 +52,17 @@ def late_read(pair, num_pages):
     return target
 
 
+def healthy_read(pair, num_pages):
+    """A further holder, the key of a hand-off whose pages are being read from it, and their destinations."""
+    other, key = pair.rank(), pair.key()
+    source = pair.compute(key, num_pages, at=other)
+    target = pair.claim(key, num_pages, other)
+    other.leases.announce(key, list(enumerate(source)))
+    for kv in (pair.reader, other, pair.reader):
+        kv.exchange.tick()
+    return other, key, target
+
+
 def introduce(pair):
     """Everybody meets the reader's new instance, and it them."""
     for other in pair.ranks:
@@ -149,13 +160,7 @@ def test_every_hand_off_of_the_old_agent_is_void_and_told(pair):
 
 def test_healthy_reads_end_first_and_claims_are_refused_meanwhile(pair):
     late_read(pair, 3)
-    other = pair.rank()
-    key = pair.key()
-    source = pair.compute(key, 2, at=other)
-    target = pair.claim(key, 2, other)
-    other.leases.announce(key, list(enumerate(source)))
-    for kv in (pair.reader, other, pair.reader):
-        kv.exchange.tick()
+    other, key, target = healthy_read(pair, 2)
     assert pair.reader.pulls.reads.num_healthy == 1
     former = pair.reader.instance_id
     assert pair.reader.renew_if_due() == "" and pair.reader.instance_id == former
@@ -174,13 +179,7 @@ def test_healthy_reads_end_first_and_claims_are_refused_meanwhile(pair):
 
 def test_a_healthy_read_that_becomes_late_is_fenced_too(pair):
     late_read(pair, 3)
-    other = pair.rank()
-    key = pair.key()
-    source = pair.compute(key, 2, at=other)
-    pair.claim(key, 2, other)
-    other.leases.announce(key, list(enumerate(source)))
-    for kv in (pair.reader, other, pair.reader):
-        kv.exchange.tick()
+    _, key, _ = healthy_read(pair, 2)
     assert pair.reader.renew_if_due() == ""
     pair.clock.now += LATE_S
     pair.reader.exchange.tick()
@@ -190,13 +189,7 @@ def test_a_healthy_read_that_becomes_late_is_fenced_too(pair):
 
 def test_late_reads_that_end_by_themselves_call_the_fence_off(pair):
     late_read(pair, 3)
-    other = pair.rank()
-    healthy = pair.key()
-    source = pair.compute(healthy, 1, at=other)
-    pair.claim(healthy, 1, other)
-    other.leases.announce(healthy, list(enumerate(source)))
-    for kv in (pair.reader, other, pair.reader):
-        kv.exchange.tick()
+    other, _, _ = healthy_read(pair, 1)
     assert pair.reader.renew_if_due() == ""
     pair.fabric.reads[0].complete()  # the late one
     pair.reader.exchange.tick()

@@ -9,6 +9,7 @@
 """
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -106,7 +107,7 @@ class Run:
     async def _strike(self, faults: Faults, striking: list["asyncio.Task[None]"], began: float) -> None:
         until_s = began + 60 * self._plan.minutes
         decks = shuffled_decks(self._findings.kinds, self._plan.seed)
-        for turn in range(1, 10**9):
+        for turn in itertools.count(1):
             due = began + FAULT_EVERY_S * (turn - 0.5)
             if due >= until_s:
                 break
