@@ -20,6 +20,8 @@ Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[0-5]?\d{1,4})"
 ADDRESS_PATTERN = rf"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{_PORT}$"
 Address = Annotated[str, msgspec.Meta(pattern=ADDRESS_PATTERN)]
+OptionalAddress = Annotated[str, msgspec.Meta(pattern=f"{ADDRESS_PATTERN}|^$")]
+Network = Annotated[str, msgspec.Meta(pattern=r"^([0-9A-Fa-f:.]+/\d{1,3})?$")]
 Host = Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])$")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -39,6 +41,7 @@ class RouterSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     retries: NonNegative = 3  # other pairs tried before a request fails
     max_backlog_tokens: Positive = 1000  # tokens a client may let pile up
     member_wait_s: Seconds = 60.0  # a stream with tokens out waits this long for a pool that became empty
+    metrics: OptionalAddress = "127.0.0.1:0"  # /metrics, /livez and /readyz over HTTP; port 0 = any free one, "" = none
 
 
 class PoolSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,6 +55,10 @@ class PoolSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True
     transport: Literal["nixl"] = "nixl"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the latent pages
     drain_s: Seconds = 60.0
+    # The front's /metrics, /livez and /readyz over HTTP; rank r's are at port + 1 + r. Port 0 = any free ones, "" = none.
+    metrics: OptionalAddress = "127.0.0.1:0"
+    kv_events: bool = True  # each rank tells over ZMQ what its prefix cache holds; beyond loopback that needs security.curve_key
+    kv_network: Network = ""  # pages go over the device that has an address in it, e.g. "10.1.0.0/16"; "" = UCX chooses
 
 
 class PrefillSection(PoolSection, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -100,6 +107,17 @@ class LogSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True)
     level: LogLevel = "warning"
 
 
+class SecuritySection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The inner plane: mTLS on every gRPC port, CURVE on every ZMQ socket beyond loopback. Files in PEM; all three or none."""
+
+    certificate: str = ""  # this process's chain
+    key: str = ""
+    ca: str = ""  # whose certificates are believed
+    server_name: str = "baton.internal"  # what certificates of routers, fronts and tools name; a client's names something else
+    insecure: bool = False  # serve and dial in the clear beyond loopback
+    curve_key: str = ""  # the cluster's ZMQ key pair, one file (services/doctor/keys.py makes it)
+
+
 class Config(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole file."""
 
@@ -109,6 +127,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     decode: DecodeSection = DecodeSection()
     log: LogSection = LogSection()
     faults: FaultsSection = FaultsSection()
+    security: SecuritySection = SecuritySection()
 
 
 def parse_config(table: dict[str, Any], origin: str) -> Config:
@@ -176,4 +195,6 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value of the file")
     parser.add_argument("--die-with-parent", type=int, default=None, metavar="PID",
                         help="drain when process PID, which started this one, dies; set by what starts others")
+    parser.add_argument("--metrics-file", type=Path, default=None, metavar="PATH",
+                        help="where to write host:port of /metrics once it is served; a rank adds .RANK to the name")
     return parser

@@ -43,6 +43,8 @@ class Up(msgspec.Struct, frozen=True, tag=True):
     num_pages: int
     max_running: int
     former_instance_id: str = ""
+    kv_events_port: int = 0  # of its ZMQ sockets for KV events and their replay; 0 = it publishes none
+    kv_replay_port: int = 0
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

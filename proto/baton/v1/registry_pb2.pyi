@@ -18,7 +18,7 @@ class MemberUpdate(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("front_id", "role", "address", "fingerprint", "model", "wire_version", "limits", "ranks", "tp", "ep", "kv_event_addresses")
+    __slots__ = ("front_id", "role", "address", "fingerprint", "model", "wire_version", "limits", "ranks", "tp", "ep", "kv_events")
     FRONT_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -29,7 +29,7 @@ class Member(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     TP_FIELD_NUMBER: _ClassVar[int]
     EP_FIELD_NUMBER: _ClassVar[int]
-    KV_EVENT_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     front_id: str
     role: str
     address: str
@@ -40,8 +40,18 @@ class Member(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[_common_pb2.Rank]
     tp: int
     ep: int
-    kv_event_addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, front_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., wire_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_common_pb2.Rank, _Mapping]]] = ..., tp: _Optional[int] = ..., ep: _Optional[int] = ..., kv_event_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    kv_events: _containers.RepeatedCompositeFieldContainer[KvEventSource]
+    def __init__(self, front_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., wire_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_common_pb2.Rank, _Mapping]]] = ..., tp: _Optional[int] = ..., ep: _Optional[int] = ..., kv_events: _Optional[_Iterable[_Union[KvEventSource, _Mapping]]] = ...) -> None: ...
+
+class KvEventSource(_message.Message):
+    __slots__ = ("instance_id", "endpoint", "replay_endpoint")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    endpoint: str
+    replay_endpoint: str
+    def __init__(self, instance_id: _Optional[str] = ..., endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_model_len", "vocab_size", "page_size", "num_pages", "max_running")
