@@ -21,7 +21,8 @@ def build(folder: Path) -> list[dict[str, Any]]:
         objects += build(path) if path.is_dir() else [item for item in yaml.safe_load_all(path.read_text()) if item]
     for generator in described.get("configMapGenerator", []):
         data = {name: (folder / name).read_text() for name in generator["files"]}
-        fresh = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"], "namespace": described["namespace"]}, "data": data}
+        metadata = {"name": generator["name"], "namespace": described["namespace"]}
+        fresh = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
         same = [item for item in objects if item["kind"] == "ConfigMap" and item["metadata"]["name"] == generator["name"]]
         assert bool(same) == (generator.get("behavior") == "replace"), f"{folder}: {generator['name']} made twice, or nothing to replace"
         objects = [item for item in objects if item not in same] + [fresh]
