@@ -131,7 +131,7 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
     layout = KvLayout(model.num_hidden_layers, model.kv_lora_rank, model.qk_rope_head_dim, section.dtype)
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
     kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine,
-                      faults=fault_plan(config.faults, "decode", rank))
+                      faults=fault_plan(config.faults, "decode", rank), kv_network=section.kv_network)
 
     fetcher = Fetcher(
         kv, max_claims=section.max_claims, max_model_len=longest, emit=channel.send,

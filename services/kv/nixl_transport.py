@@ -57,7 +57,8 @@ class NixlTransport:
     """One NIXL agent and the memory it registered."""
 
     def __init__(
-        self, instance_id: str, memory: KvMemory, compatibility: Compatibility, clock: Callable[[], float] = time.monotonic
+        self, instance_id: str, memory: KvMemory, compatibility: Compatibility, clock: Callable[[], float] = time.monotonic,
+        kv_network: str = "",
     ) -> None:
         self.instance_id = instance_id
         self._clock = clock
@@ -72,7 +73,7 @@ class NixlTransport:
         self._guarded_at = 0.0
         self._meeting = threading.Lock()  # nobody meets a peer while the agent is destroyed
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on stdout
-        self._agent: Any = start_agent(instance_id)
+        self._agent: Any = start_agent(instance_id, kv_network)
         self.stats.ucx = ucx().describe()
         self._page_bytes = memory.layout.page_bytes
         pages, epochs, landing = memory.page_address(0), memory.epochs.ctypes.data, memory.landing.ctypes.data

@@ -178,10 +178,11 @@ def open_rank_kv(
     faults: "FaultPlan | None" = None,
     clock: Callable[[], float] = time.monotonic,
     fence_rule: FenceRule = FenceRule(),
+    kv_network: str = "",
 ) -> RankKv:
     """Allocate and register `num_pages` pages under a fresh instance id; `fabric` is for the "local" transport, `clock` times leases.
 
-    Raises ConfigError when the machine has not that much memory available.
+    Raises ConfigError when the machine has not that much memory available, or no device in `kv_network` (a CIDR; "" = any).
     """
     num_bytes, available = num_pages * layout.page_bytes, psutil.virtual_memory().available
     if num_bytes > available:
@@ -190,7 +191,8 @@ def open_rank_kv(
 
     def open_transport(instance_id: str) -> Transport:
         return create_transport(
-            transport, instance_id=instance_id, memory=memory, compatibility=compatibility, fabric=fabric, faults=faults
+            transport, instance_id=instance_id, memory=memory, compatibility=compatibility, fabric=fabric, faults=faults,
+            kv_network=kv_network,
         )
 
     return RankKv(memory, open_transport, compatibility, clock, fence_rule)

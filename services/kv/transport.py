@@ -106,9 +106,12 @@ class Transport(Protocol):
 
 def create_transport(
     kind: TransportKind, *, instance_id: str, memory: "KvMemory", compatibility: Compatibility,
-    fabric: "LocalFabric | None" = None, faults: "FaultPlan | None" = None,
+    fabric: "LocalFabric | None" = None, faults: "FaultPlan | None" = None, kv_network: str = "",
 ) -> Transport:
-    """The transport named, with `faults` injected if there are any; `fabric` joins the ranks of one process, for "local" alone."""
+    """The transport named, with `faults` injected if there are any; `fabric` joins the ranks of one process, for "local" alone.
+
+    `kv_network`: the CIDR of the network that pages go over, for "nixl"; "" = UCX chooses.
+    """
     opened: Transport
     if kind == "local":
         from services.kv.local_transport import LocalTransport
@@ -118,7 +121,7 @@ def create_transport(
     else:
         from services.kv.nixl_transport import NixlTransport
 
-        opened = NixlTransport(instance_id, memory, compatibility)
+        opened = NixlTransport(instance_id, memory, compatibility, kv_network=kv_network)
     if faults is None:
         return opened
     from services.kv.faults import FaultTransport

@@ -1,9 +1,9 @@
 """NIXL agents over UCX: UCX's environment, and which of its transports carries page reads, as UCX itself says in its log.
 
-    agent = start_agent(instance_id)
+    agent = start_agent(instance_id, kv_network)
     ucx().describe()               "cma/memory" | "tcp/lo" | ...; before the first read, or where the user logs UCX, what UCX_TLS says
 
-What the user sets in the environment always wins.
+What the user sets in the environment always wins, but for devices outside kv_network: that is an error.
 """
 import ctypes
 import os
@@ -16,6 +16,7 @@ from typing import Any
 import nixl_cu13 as nixl
 from nixl_cu13._bindings import nixlBackendError  # pyright: ignore[reportMissingModuleSource]
 
+from services.kv.network import net_devices
 from services.runtime.errors import ConfigError
 
 # Over TCP a read is emulated by messages of this size: 0.5 GB/s with UCX's 8 KiB, 4.7 GB/s with 1 MiB (tests/bench/bench_handover.py).
@@ -35,9 +36,10 @@ class Ucx:
             self._variables |= {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"/proc/{os.getpid()}/fd/{self._log}"}
 
     @contextmanager
-    def environment(self) -> Generator[None, None, None]:
-        """Our settings, for as long as UCX reads them; children do not inherit them."""
-        added = {name: value for name, value in self._variables.items() if name not in os.environ}
+    def environment(self, devices: str = "") -> Generator[None, None, None]:
+        """Our settings, for as long as UCX reads them; children do not inherit them. `devices`: UCX_NET_DEVICES, "" = UCX chooses."""
+        wanted = self._variables | ({"UCX_NET_DEVICES": devices} if devices else {})
+        added = {name: value for name, value in wanted.items() if name not in os.environ}
         os.environ.update(added)
         try:
             yield
@@ -69,15 +71,19 @@ def ucx() -> Ucx:
     return Ucx()
 
 
-def start_agent(instance_id: str) -> Any:
-    """A NIXL agent with UCX. Raises ConfigError when UCX cannot start as the environment wants it."""
+def start_agent(instance_id: str, kv_network: str = "") -> Any:
+    """A NIXL agent with UCX, over the devices of `kv_network`. Raises ConfigError when UCX cannot start as it and the environment want.
+
+    The network is looked up for every agent: when a renewed one opens, devices may have come, gone or got another address.
+    """
+    devices = net_devices(kv_network) if kv_network else ""
     # No progress thread: NIXL's spins on a core, and the hand-off thread, which polls notifications every millisecond, moves the same
     # work on (two idle ranks: 0.03 cores instead of 0.5 to 1.6). STRICT: engine and hand-off thread both call.
     config = nixl.nixl_agent_config(
         enable_prog_thread=False, backends=["UCX"], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     )
     try:
-        with ucx().environment():
+        with ucx().environment(devices):
             return nixl.nixl_agent(instance_id, config)
     except nixlBackendError as error:
         tls = os.environ.get("UCX_TLS", "its default")

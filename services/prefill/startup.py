@@ -51,7 +51,7 @@ def load(config: Config, rank: int) -> Loaded:
     )
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
     kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine,
-                      faults=fault_plan(config.faults, "prefill", rank))
+                      faults=fault_plan(config.faults, "prefill", rank), kv_network=section.kv_network)
     return Loaded(model, kv, forward, longest, warm_up(forward, kv))
 
 

@@ -46,7 +46,7 @@ class RouterSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class PoolSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     address: Address = "127.0.0.1:0"
-    advertise: Host = ""  # host that others dial; default: the host of `address`
+    advertise: Host = ""  # host that others dial; default: that of `address`, or, listening everywhere, what a router is dialled from
     routers: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1)] = ("127.0.0.1:50050",)
     ranks: Positive = 1  # engine processes of this front
     num_pages: Positive = 256  # a rank

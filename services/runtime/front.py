@@ -4,6 +4,7 @@ What a pool adds is its `PoolService`: the gRPC servicer that turns calls into c
 """
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
@@ -131,9 +132,10 @@ class Front:
     def _tell_joined(self) -> None:
         """Whoever started this front by hand learns that it serves: every rank is up, and a router knows of them."""
         if len(self._instances) == self._section.ranks:
+            address = self._server.address
             ranks = "1 rank" if self._section.ranks == 1 else f"{self._section.ranks} ranks"
             for router in self._joined:
-                say(f"{self._role} front at {self._advertised()}: {ranks} up, joined {router}")
+                say(f"{self._role} front at {address}: {ranks} up, joined {router}")
             self._joined.clear()
 
     def _rank_changed(self) -> None:
@@ -141,10 +143,10 @@ class Front:
         self._tell_joined()
         self._health.show(self._instances)
 
-    def _member(self) -> registry_pb2.Member:
+    def _member(self, local_host: str) -> registry_pb2.Member:
         ups = [(rank, rank.up) for rank in self._supervisor.ranks if rank.up is not None]
         member = registry_pb2.Member(
-            front_id=self._front_id, role=self._role, address=self._advertised(), wire_version=WIRE_VERSION,
+            front_id=self._front_id, role=self._role, address=self._advertised(local_host), wire_version=WIRE_VERSION,
             model=os.path.basename(os.path.normpath(self._config.model.path)), tp=1, ep=1,
         )
         for rank, up in ups:
@@ -159,9 +161,10 @@ class Front:
             ))
         return member
 
-    def _advertised(self) -> str:
+    def _advertised(self, local_host: str) -> str:
+        """Where a router reaches us. One that listens everywhere is reached where the router is dialled from: no wildcard is an address."""
         host, _, port = self._server.address.rpartition(":")
-        return f"{self._section.advertise or host}:{port}"
+        return f"{self._section.advertise or (local_host if _is_wildcard(host) else host)}:{port}"
 
     def _load_reports(self) -> list[registry_pb2.Load]:
         return [
@@ -172,6 +175,13 @@ class Front:
             )
             for instance_id, load in self._loads.items()
         ]
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:  # a name
+        return False
 
 
 def run_front(

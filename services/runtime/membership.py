@@ -19,10 +19,11 @@ _LOAD_S = 0.05  # at most one load report a rank in this time
 
 
 class Membership:
-    """Joins every router that the configured names resolve to. `member()` and `loads()` give what is true now."""
+    """Joins every router that the configured names resolve to. `member(local_host)` and `loads()` give what is true now, `local_host`
+    being the address of this machine that the router is dialled from."""
 
     def __init__(
-        self, routers: Sequence[str], member: Callable[[], registry_pb2.Member], loads: Callable[[], Sequence[registry_pb2.Load]],
+        self, routers: Sequence[str], member: Callable[[str], registry_pb2.Member], loads: Callable[[], Sequence[registry_pb2.Load]],
         on_joined: Callable[[str], None],
     ) -> None:
         """`on_joined(address)` runs whenever a router has let us in."""
@@ -69,21 +70,23 @@ class Membership:
         while True:
             async with open_channel(address) as channel:
                 try:
-                    call = registry_pb2_grpc.RegistryStub(channel).Join(self._updates())
+                    call = registry_pb2_grpc.RegistryStub(channel).Join(self._updates(local_host(address)))
                     async for update in call:
                         logger.info("joined router %s at %s", update.welcome.router_id, address)
                         self._on_joined(address)
                 except grpc.aio.AioRpcError as error:
                     logger.info("router %s: %s", address, error.details())
+                except OSError as error:
+                    logger.info("router %s: no way there from this machine (%s)", address, error.strerror)
             await asyncio.sleep(_REDIAL_S)
 
-    async def _updates(self) -> AsyncIterator[registry_pb2.MemberUpdate]:
+    async def _updates(self, host: str) -> AsyncIterator[registry_pb2.MemberUpdate]:
         said_version, said_loads = -1, None
         while True:
             changed = self._changed
             if said_version != self._version:
                 said_version = self._version
-                yield registry_pb2.MemberUpdate(member=self._member())
+                yield registry_pb2.MemberUpdate(member=self._member(host))
                 if self._leaving:
                     yield registry_pb2.MemberUpdate(leaving=registry_pb2.Leaving())
             loads = list(self._loads())
@@ -94,6 +97,16 @@ class Membership:
                 await asyncio.sleep(_LOAD_S)
             if changed is self._changed:
                 await changed.wait()
+
+
+def local_host(address: str) -> str:
+    """The address of this machine, IPv6 in brackets, that `address` (numeric host:port) is dialled from. OSError without a route."""
+    host, _, port = address.rpartition(":")
+    is_v6 = host.startswith("[")
+    with socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host.strip("[]"), int(port)))  # sends nothing: the kernel alone chooses the way
+        name = probe.getsockname()[0]
+    return f"[{name}]" if is_v6 else name
 
 
 async def _resolve(addresses: Sequence[str]) -> set[str]:

@@ -52,8 +52,8 @@ class FakePool:
 class World:
     """A front of one rank and a client of its health."""
 
-    def __init__(self, pool: FakePool, num_ranks: int = 1) -> None:
-        section = PoolSection(ranks=num_ranks, routers=("127.0.0.1:1",))
+    def __init__(self, pool: FakePool, num_ranks: int = 1, **settings: Any) -> None:
+        section = PoolSection(ranks=num_ranks, routers=("127.0.0.1:1",), **settings)
         self.pool = pool
         self.front = Front(role="fake", module="tests.runtime.fake_engine", services=["fake.Pool"], event_type=Event, config=Config(),
                            section=section, arguments=[], pool=pool)
@@ -111,7 +111,7 @@ async def test_b49_a_stopped_engine_is_not_serving_within_5_s_and_until_another_
         os.kill(world.rank.pid, signal.SIGSTOP)
         stopped = world.rank.pid
         assert await world.until_health([NOT_SERVING] * 3, STOPPED_S) < STOPPED_S
-        assert world.pool.told == [("down", "fake")] and not world.front._member().ranks  # pyright: ignore[reportPrivateUsage]
+        assert world.pool.told == [("down", "fake")] and not world.front._member("127.0.0.1").ranks  # pyright: ignore[reportPrivateUsage]
         await until(lambda: world.rank.num_starts == 2 and world.rank.pid != stopped, "a successor loads")
         assert await world.healths() == [NOT_SERVING] * 3
 
@@ -168,10 +168,28 @@ async def test_a_renewed_agent_is_listed_with_its_former_instance_id(behave: Cal
     behave("renews")
     async with fronted() as world:
         await until(lambda: world.pool.told == [("fake", "fake2")], "the pool has heard of it")
-        (rank,) = world.front._member().ranks  # pyright: ignore[reportPrivateUsage]
+        (rank,) = world.front._member("127.0.0.1").ranks  # pyright: ignore[reportPrivateUsage]
         assert (rank.instance_id, rank.former_instance_id) == ("fake2", "fake")
         assert [load.instance_id for load in world.front._load_reports()] == ["fake2"], "its load goes with it"  # pyright: ignore[reportPrivateUsage]
         await world.until_health([SERVING] * 3)
+
+
+@pytest.mark.parametrize(("address", "advertise", "listed"), [
+    ("0.0.0.0:0", "", "172.30.0.4"),
+    ("[::]:0", "", "172.30.0.4"),
+    ("0.0.0.0:0", "decode-0.pods", "decode-0.pods"),
+    ("127.0.0.1:0", "", "127.0.0.1"),
+    ("localhost:0", "", "localhost"),
+])
+async def test_a_front_that_listens_everywhere_is_listed_where_routers_are_dialled_from(address: str, advertise: str, listed: str) -> None:
+    front = World(FakePool(), address=address, advertise=advertise).front
+    await front._server.start()  # pyright: ignore[reportPrivateUsage]
+    try:
+        host, _, port = front._member("172.30.0.4").address.rpartition(":")  # pyright: ignore[reportPrivateUsage]
+        assert host == listed and int(port) > 0
+    finally:
+        await front._server.stop(0)  # pyright: ignore[reportPrivateUsage]
+        front._supervisor._directory.cleanup()  # pyright: ignore[reportPrivateUsage]
 
 
 def test_folders_of_fronts_that_were_killed_are_removed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

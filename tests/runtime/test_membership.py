@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
 from proto.baton.v1 import registry_pb2, registry_pb2_grpc
-from services.runtime.membership import Membership
+from services.runtime import membership as membership_module
+from services.runtime.membership import Membership, local_host
 from services.runtime.serve import WIRE_VERSION, Server, cancel
 from tests.runtime.waiting import until
 
@@ -38,7 +42,7 @@ async def listening(address: str) -> tuple[Server, Registry]:
 async def joined(*routers: str) -> AsyncIterator[tuple[Membership, list[str], list[registry_pb2.Load]]]:
     told: list[str] = []
     loads: list[registry_pb2.Load] = []
-    membership = Membership(routers, lambda: registry_pb2.Member(front_id="f"), lambda: loads, told.append)
+    membership = Membership(routers, lambda local_host: registry_pb2.Member(front_id="f", address=local_host), lambda: loads, told.append)
     task = asyncio.ensure_future(membership.run())
     try:
         yield membership, told, loads
@@ -80,4 +84,34 @@ async def test_a_name_that_cannot_be_resolved_keeps_nobody_from_the_others() -> 
     server, registry = await listening("127.0.0.1:0")
     async with joined("no.such.host.invalid:1", "no port", server.address):
         await until(lambda: registry.kinds() == ["member"], "joined")
+    await server.stop(0)
+
+
+async def test_a_router_is_told_the_address_that_it_is_dialled_from() -> None:
+    server, registry = await listening("127.0.0.1:0")
+    async with joined(server.address):
+        await until(lambda: registry.kinds() == ["member"], "joined")
+        assert registry.updates[0].member.address == "127.0.0.1"
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(("router", "ours"), [("127.0.0.1:1", "127.0.0.1"), ("127.0.0.2:1", "127.0.0.1"), ("[::1]:1", "[::1]")])
+def test_the_way_to_a_router_says_who_we_are(router: str, ours: str) -> None:
+    assert local_host(router) == ours
+
+
+async def test_a_router_without_a_route_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def none_at_first(address: str) -> str:
+        asked.append(address)
+        if len(asked) < 3:
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+        return "127.0.0.1"
+
+    monkeypatch.setattr(membership_module, "local_host", none_at_first)
+    server, registry = await listening("127.0.0.1:0")
+    async with joined(server.address) as (_, told, _):
+        await until(lambda: registry.kinds() == ["member"], "joined")
+        assert asked == [server.address] * 3 and told == [server.address]
     await server.stop(0)
