@@ -7,5 +7,7 @@ OMP_WAIT_POLICY                            OpenMP's waiting threads would spin: 
 
 import os
 
+VERSION = "0.1.0"  # pyproject.toml's
+
 for _name, _value in (("GRPC_VERBOSITY", "ERROR"), ("GRPC_ENABLE_FORK_SUPPORT", "0"), ("OMP_WAIT_POLICY", "passive")):
     os.environ.setdefault(_name, _value)

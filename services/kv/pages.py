@@ -35,6 +35,25 @@ class Holder(NamedTuple):
     key: Hashable
 
 
+class PageCounts(NamedTuple):
+    """Every page in exactly one state: the last one below that it has a holder of."""
+
+    free: int  # nobody's
+    cached: int  # the prefix cache's alone: what eviction can free
+    leased: int  # kept for a reader and no request, perhaps by the cache too
+    request: int  # a request's, or the destination of a read under way
+    quarantined: int  # a late read may still land there
+
+    @property
+    def used(self) -> int:
+        """Pages that nobody else could be given now."""
+        return self.leased + self.request + self.quarantined
+
+
+_STATES = {HolderKind.CACHE: 1, HolderKind.LEASE: 2, HolderKind.REQUEST: 3, HolderKind.READ: 3, HolderKind.QUARANTINE: 4}
+_CACHED = _STATES[HolderKind.CACHE]
+
+
 class PagePool:
     """Pages `0 .. num_pages - 1` and their holders; `epochs` [num_pages] uint64 is the memory that peers read."""
 
@@ -47,7 +66,8 @@ class PagePool:
         self._holders: list[set[Holder]] = [set() for _ in range(num_pages)]
         self._pages: dict[Holder, dict[int, None]] = {}
         self._num_holds = dict.fromkeys(HolderKind, 0)
-        self._num_idle_cached = 0
+        self._states = [0] * num_pages  # index into PageCounts
+        self._counts = [num_pages, 0, 0, 0, 0]  # of PageCounts
 
     @property
     def num_free(self) -> int:
@@ -57,7 +77,12 @@ class PagePool:
     @property
     def num_idle_cached(self) -> int:
         """Pages that only the prefix cache holds: what eviction can free."""
-        return self._num_idle_cached
+        return self._counts[_CACHED]
+
+    @property
+    def counts(self) -> PageCounts:
+        """How many pages are in which state."""
+        return PageCounts(*self._counts)
 
     def num_holds(self, kind: HolderKind) -> int:
         """(page, holder) pairs of this kind."""
@@ -112,9 +137,8 @@ class PagePool:
         holders = self._holders[page]
         if holder in holders:
             raise EngineError(f"{holder} holds page {page} already")
-        self._count_idle(page, -1)
         holders.add(holder)
-        self._count_idle(page, 1)
+        self._set_state(page, max(self._states[page], _STATES[holder.kind]))
         self._pages.setdefault(holder, {})[page] = None
         self._num_holds[holder.kind] += 1
 
@@ -122,9 +146,9 @@ class PagePool:
         holders = self._holders[page]
         if holder not in holders:
             raise EngineError(f"{holder} drops page {page}, which it does not hold")
-        self._count_idle(page, -1)
         holders.remove(holder)
-        self._count_idle(page, 1)
+        if _STATES[holder.kind] == self._states[page]:
+            self._set_state(page, _state_of(holders))
         self._num_holds[holder.kind] -= 1
         mine = self._pages[holder]
         del mine[page]
@@ -133,10 +157,11 @@ class PagePool:
         if not holders:
             self._free.append(page)
 
-    def _count_idle(self, page: int, by: int) -> None:
-        holders = self._holders[page]
-        if len(holders) == 1 and next(iter(holders)).kind is HolderKind.CACHE:
-            self._num_idle_cached += by
+    def _set_state(self, page: int, state: int) -> None:
+        if state != self._states[page]:
+            self._counts[self._states[page]] -= 1
+            self._counts[state] += 1
+            self._states[page] = state
 
     def check_integrity(self) -> None:
         """Prove every invariant from scratch; costs time in proportion to the pool."""
@@ -149,12 +174,16 @@ class PagePool:
                     raise EngineError(f"page {page} names {holder}, whose own list lacks it")
         if seen != self._num_holds or sum(seen.values()) != sum(len(pages) for pages in self._pages.values()):
             raise EngineError(f"pages are held {seen} times but the counters say {self._num_holds}")
-        idle = sum(len(holders) == 1 and next(iter(holders)).kind is HolderKind.CACHE for holders in self._holders)
-        if idle != self._num_idle_cached:
-            raise EngineError(f"{idle} pages are held by the cache alone but the counter says {self._num_idle_cached}")
+        states = [_state_of(holders) for holders in self._holders]
+        if states != self._states or [states.count(state) for state in range(len(self._counts))] != self._counts:
+            raise EngineError(f"states of pages are {PageCounts(*map(states.count, range(len(self._counts))))} but counted {self.counts}")
 
     def _check_free(self) -> None:
         unheld: Sequence[int] = [page for page, holders in enumerate(self._holders) if not holders]
         if sorted(self._free) != unheld:
             wrong = sorted(set(self._free) ^ set(unheld)) or "listed twice"
             raise EngineError(f"free list and holders disagree on pages {wrong}")
+
+
+def _state_of(holders: Iterable[Holder]) -> int:
+    return max((_STATES[holder.kind] for holder in holders), default=0)

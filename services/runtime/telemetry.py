@@ -1,4 +1,4 @@
-"""Logs as JSON lines on stderr, every line about a request with its id; and counters of what must not happen in silence."""
+"""Logs as JSON lines on stderr, every line about a request with its id; and what every process counts and tells of itself."""
 
 import json
 import logging
@@ -6,14 +6,14 @@ import sys
 import time
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Info
 
 from proto.baton.v1 import common_pb2
+from services import VERSION
 
-# Router: everything tried again or moved. `path`: Recovery.Path in lower case; `reason`: why the attempt before it ended.
-RECOVERIES = Counter("baton_recoveries_total", "Attempts after the first, by path and by why the one before ended", ["path", "reason"])
 # Every process: what was refused, thrown away or given up. `what`: a noun phrase; `reason`: a value of baton.v1.Reason, or "".
 INCIDENTS = Counter("baton_incidents_total", "Messages ignored, reads discarded, pages quarantined, agents renewed", ["what", "reason"])
+_BUILD = Info("baton_build", "Release, and which process this is")
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -50,7 +50,8 @@ class _JsonFormatter(logging.Formatter):
 
 
 def setup_logging(process: str, level: str) -> None:
-    """Log lines of `level` and above; `process` names the writer, e.g. "decode/1". Use `extra={"request_id": ...}`."""
+    """Log lines of `level` and above; `process` names the writer, e.g. "decode/1", also in metrics. Use `extra={"request_id": ...}`."""
+    _BUILD.info({"version": VERSION, "process": process})
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

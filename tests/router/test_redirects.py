@@ -10,7 +10,8 @@ import pytest
 
 from proto.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 from services.router import legs
-from services.runtime.telemetry import INCIDENTS, RECOVERIES
+from services.router.metrics import RECOVERIES
+from services.runtime.telemetry import INCIDENTS
 from tests.router.byte_model import ids_of
 from tests.router.fakes import DecodeSession, FakeDecode, ScriptEnds, redirect_refusal, refusal, until
 from tests.router.rig import Answer, World, failing, running

@@ -1,0 +1,28 @@
+"""What a decode engine tells Prometheus besides services/kv/metrics.py. An autoscaler wants claims, used pages, ITL and accept length."""
+
+from prometheus_client import Counter, Gauge
+
+from services.runtime.histogram import ITL_BUCKETS, BatchHistogram
+
+_TRANSFER_BUCKETS = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+)
+
+CLAIMS = Gauge("baton_decode_claims", "Requests booked here whose pages are not here yet")
+RUNNING = Gauge("baton_decode_running", "Requests whose pages are here: they run, or wait while max_running do")
+RUNNING_TOKENS = Gauge("baton_decode_running_tokens", "KV tokens of the requests that run")
+USED_PAGES = Gauge("baton_decode_used_pages", "Pages neither free nor evictable, those reserved for reads under way included")
+TOKENS = Counter("baton_decode_tokens", "Tokens made by steps; a request's first one is prefill's")
+ITL_SECONDS = BatchHistogram("baton_decode_itl_seconds", "Seconds between two steps of a running request", ITL_BUCKETS)
+ACCEPT_LENGTH = BatchHistogram("baton_decode_accept_length", "Tokens that a request got from a step", (1.0, 2.0, 3.0, 4.0, 5.0))
+PREEMPTIONS = Counter("baton_decode_preemptions", "Requests whose pages were taken for older ones; each is replayed")
+TRANSFER_BYTES = Counter("baton_transfer_bytes", "Bytes read of other ranks' pages and epochs, by hand-offs that became ready")
+TRANSFER_PAGES = Counter("baton_transfer_pages", "Pages read by hand-offs that became ready")
+TRANSFER_SECONDS = BatchHistogram(
+    "baton_transfer_seconds", "Seconds from a hand-off's first read to its last one verified; one that read nothing is not counted",
+    _TRANSFER_BUCKETS,
+)
+TRANSFER_EXPOSED_SECONDS = BatchHistogram(
+    "baton_transfer_exposed_seconds", "Of those, seconds after all was computed and announced: what a request waited for its pages alone",
+    _TRANSFER_BUCKETS,
+)
