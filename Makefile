@@ -17,8 +17,8 @@ $(READY): pyproject.toml deploy/setup.sh
 demo: $(READY) ## router, two prefill and two decode ranks; three prompts streamed at once; a timeline of each
 	@$(PY) -m services.router.demo --config deploy/dev.toml
 
-up: $(READY) ## keep the dev cluster running (Ctrl-C drains it); PREFILL=2 DECODE=2
-	@$(PY) -m services.runtime.cluster up --config deploy/dev.toml --prefill $(or $(PREFILL),2) --decode $(or $(DECODE),2)
+up: $(READY) ## keep the dev cluster running (Ctrl-C drains it); PREFILL=2 DECODE=2 ROUTERS=1
+	@$(PY) -m services.runtime.cluster up --config deploy/dev.toml --prefill $(or $(PREFILL),2) --decode $(or $(DECODE),2) --routers $(or $(ROUTERS),1)
 
 test: $(READY) ## all CPU tests but the full matrices
 	@$(PY) -m pytest -q -m "not slow and not bench"

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-from pathlib import Path
 
 from services.router.server import Router
 from services.runtime.config import argument_parser, load_config
@@ -12,9 +11,7 @@ from services.runtime.telemetry import setup_logging
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT."""
-    parser = argument_parser("Baton's router: clients and pool fronts connect to it.")
-    parser.add_argument("--address-file", type=Path, default=None, help="where to write host:port once the router listens")
-    arguments = parser.parse_args()
+    arguments = argument_parser("Baton's router: clients and pool fronts connect to it.").parse_args()
     die_with_parent(signal.SIGTERM, arguments.die_with_parent)
 
     async def run(stopping: asyncio.Event) -> None:

@@ -16,9 +16,10 @@ from rich.text import Text
 
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc
 from services.router.demo_tables import LEGEND, rank_table, timeline_table, transfer_table
-from services.runtime.cluster import Cluster, add_rank_arguments, rank_counts
+from services.runtime.cluster import add_rank_arguments, rank_counts
 from services.runtime.config import argument_parser
 from services.runtime.errors import Interrupted, SetupError
+from services.runtime.local_cluster import Cluster
 from services.runtime.process import run_process, say
 from services.runtime.serve import cancel, first_of, open_channel
 

@@ -188,13 +188,20 @@ def program_name() -> str:
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec is not None else Path(sys.argv[0]).name
 
 
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """--config and --set, for load_config()."""
+    parser.add_argument("--config", type=Path, default=None, help="TOML file, e.g. deploy/dev.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value of the file")
+
+
 def argument_parser(description: str) -> argparse.ArgumentParser:
     """Arguments that every process has."""
     parser = argparse.ArgumentParser(prog=program_name(), description=description)
-    parser.add_argument("--config", type=Path, default=None, help="TOML file, e.g. deploy/dev.toml")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value of the file")
+    add_config_arguments(parser)
     parser.add_argument("--die-with-parent", type=int, default=None, metavar="PID",
                         help="drain when process PID, which started this one, dies; set by what starts others")
+    parser.add_argument("--address-file", type=Path, default=None, metavar="PATH",
+                        help="where a router or front writes host:port of its gRPC server once it listens")
     parser.add_argument("--metrics-file", type=Path, default=None, metavar="PATH",
                         help="where to write host:port of /metrics once it is served; a rank adds .RANK to the name")
     return parser

@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from proto.baton.v1 import common_pb2, registry_pb2
@@ -19,7 +20,7 @@ from services.runtime.config import Config, PoolSection, argument_parser, load_c
 from services.runtime.health import HealthBoard
 from services.runtime.ipc import RankLoad, Up
 from services.runtime.membership import Membership
-from services.runtime.process import die_with_parent, run_process, say
+from services.runtime.process import die_with_parent, run_process, say, write_whole
 from services.runtime.serve import WIRE_VERSION, Server, first_of
 from services.runtime.supervisor import RankProcess, Supervisor
 from services.runtime.telemetry import setup_logging
@@ -63,7 +64,8 @@ class Front:
     """Runs one pool front until told to stop, then drains."""
 
     def __init__(self, *, role: str, module: str, services: Sequence[str], event_type: Any, config: Config,
-                 section: PoolSection, arguments: Sequence[str], pool: PoolService) -> None:
+                 section: PoolSection, arguments: Sequence[str], pool: PoolService, address_file: Path | None = None) -> None:
+        """`address_file`: where to say at which address it listens."""
         self._role, self._config, self._section, self._pool = role, config, section, pool
         self._front_id = uuid.uuid4().hex
         self._server = Server(section.address, services)
@@ -75,12 +77,15 @@ class Front:
         self._joined: list[str] = []  # routers that have let us in and nobody was told of yet
         self._health = HealthBoard(self._server, services, section.ranks)
         self._draining = False
+        self._address_file = address_file
         pool.register(self._server)
         pool.attach(self._supervisor.ranks)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping`, then drain. Raises SetupError when the port or a rank cannot be had."""
         await self._server.start()
+        if self._address_file is not None:
+            write_whole(self._address_file, self._advertised())
         try:
             await first_of(self._supervisor.run(), self._membership.run(), self._health.run(), self._drain_when(stopping))
         finally:
@@ -197,6 +202,7 @@ def run_front(
         front = Front(
             role=role, module=f"services.{role}.engine", services=[service], event_type=event_type, config=config,
             section=config.prefill if role == "prefill" else config.decode, arguments=sys.argv[1:], pool=pool(config),
+            address_file=arguments.address_file,
         )
         await front.run(stopping)
 

@@ -13,7 +13,7 @@ import grpc.aio
 
 from proto.baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc, registry_pb2_grpc
 from services.doctor.watcher import Watcher
-from services.runtime.cluster import Cluster
+from services.runtime.local_cluster import Cluster
 from services.runtime.serve import Server, open_channel
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc
-from services.runtime.cluster import Cluster
+from services.runtime.local_cluster import Cluster
 from services.runtime.serve import open_channel
 from tests.e2e.rig import DEMO_CONFIG, failing, generate
 

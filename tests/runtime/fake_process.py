@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 
-from services.runtime.cluster import Cluster
+from services.runtime.local_cluster import Cluster
 from services.runtime.process import run_process, say
 
 

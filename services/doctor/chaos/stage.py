@@ -21,8 +21,8 @@ from proto.baton.v1 import generation_pb2, generation_pb2_grpc, registry_pb2_grp
 from services.doctor.chaos.control import RankControl
 from services.doctor.chaos.netns import Host, Network, why_unavailable
 from services.doctor.watcher import Watcher
-from services.runtime.cluster import Cluster
 from services.runtime.errors import SetupError
+from services.runtime.local_cluster import Cluster
 from services.runtime.serve import Server, open_channel
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "dev.toml"

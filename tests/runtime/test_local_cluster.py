@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc
-from services.runtime.cluster import Cluster
 from services.runtime.errors import ConfigError, Interrupted, SetupError
+from services.runtime.local_cluster import Cluster
 from services.runtime.serve import open_channel
 from tests.runtime.waiting import until
 
