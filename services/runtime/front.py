@@ -85,7 +85,7 @@ class Front:
         """Serve until `stopping`, then drain. Raises SetupError when the port or a rank cannot be had."""
         await self._server.start()
         if self._address_file is not None:
-            write_whole(self._address_file, self._advertised())
+            write_whole(self._address_file, self._server.address)
         try:
             await first_of(self._supervisor.run(), self._membership.run(), self._health.run(), self._drain_when(stopping))
         finally:
