@@ -1,6 +1,6 @@
 """`python -m services.router.client "text" [...]`: streams an answer to the terminal; text comes from stdin when none is given.
 
-For programs: `async for reply in stream(address, request)`.
+For programs: `async for reply in stream(address, request, Security.of(SecuritySection()))`.
 """
 
 import argparse
@@ -15,9 +15,10 @@ import grpc
 import grpc.aio
 
 from proto.baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from services.runtime.config import program_name
+from services.runtime.config import load_config, program_name
 from services.runtime.errors import SetupError
-from services.runtime.serve import ERROR_KEY, open_channel
+from services.runtime.security import Security
+from services.runtime.serve import ERROR_KEY
 from services.runtime.telemetry import reason_name
 
 ADDRESS_FILE = Path(".run/router")  # of the cluster that `make up` runs
@@ -42,10 +43,11 @@ _MAX_TOKENS = 128
 
 
 async def stream(
-    address: str, request: generation_pb2.GenerateRequest, timeout_s: float | None = None
+    address: str, request: generation_pb2.GenerateRequest, security: Security, timeout_s: float | None = None
 ) -> AsyncIterator[generation_pb2.GenerateReply]:
-    """Every message of one request. Raises grpc.aio.AioRpcError; closing the iterator early cancels the request."""
-    async with open_channel(address) as channel:
+    """Every message of one request. Raises grpc.aio.AioRpcError, and ConfigError for an address that `security` must not dial; closing
+    the iterator early cancels the request."""
+    async with security.open_channel(address) as channel:
         call: Any = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=timeout_s)
         try:
             async for reply in call:
@@ -74,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; needs --chat")
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's switch of that name; needs --chat")
     parser.add_argument("--router", metavar="HOST:PORT", help="default: BATON_ROUTER, else the cluster of `make up`")
+    parser.add_argument("--config", type=Path, metavar="FILE",
+                        help="TOML file whose [security] says how to reach a router on another machine "
+                        "(`python -m services.doctor keys FOLDER` makes one: FOLDER/client.toml)")
+    parser.add_argument("--set", action="append", default=[], metavar="security.KEY=VALUE", help="one value of it")
     for name, (kind, meaning) in _NUMBERS.items():
         default = _MAX_TOKENS if name == "max_tokens" else None
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar="N" if kind is int else "X", help=meaning)
@@ -139,8 +145,9 @@ def _read_stdin() -> str:
 async def _print_answer(arguments: argparse.Namespace) -> None:
     request = request_of(arguments, arguments.text if arguments.text is not None else _read_stdin())
     address = find_router(arguments.router)
+    security = Security.of(load_config(arguments.config, arguments.set).security)
     try:
-        await _print_replies(arguments, address, request)
+        await _print_replies(arguments, address, security, request)
     except grpc.aio.AioRpcError as error:
         raise SetupError(_sentence(error, address)) from None
 
@@ -156,9 +163,11 @@ def _sentence(error: grpc.aio.AioRpcError, address: str) -> str:
     return f"{code.name}: {error.details()}"
 
 
-async def _print_replies(arguments: argparse.Namespace, address: str, request: generation_pb2.GenerateRequest) -> None:
+async def _print_replies(
+    arguments: argparse.Namespace, address: str, security: Security, request: generation_pb2.GenerateRequest
+) -> None:
     texts: dict[int, str] = {}  # of several choices, until each ends
-    async for reply in stream(address, request, arguments.timeout):
+    async for reply in stream(address, request, security, arguments.timeout):
         if reply.HasField("delta"):
             if request.n > 1:
                 texts[reply.delta.choice] = texts.get(reply.delta.choice, "") + reply.delta.text

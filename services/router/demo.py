@@ -21,7 +21,8 @@ from services.runtime.config import argument_parser
 from services.runtime.errors import Interrupted, SetupError
 from services.runtime.local_cluster import Cluster
 from services.runtime.process import run_process, say
-from services.runtime.serve import cancel, first_of, open_channel
+from services.runtime.security import Security
+from services.runtime.serve import cancel, first_of
 
 _PANEL_WIDTH = 52
 PROMPTS = (
@@ -94,8 +95,10 @@ def _panels(console: Console, stories: Sequence[Story], *, whole: bool) -> Rende
     return Columns(panels) if side_by_side else Group(*panels)
 
 
-async def _stream_all(address: str, stories: Sequence[Story], max_tokens: int, console: Console) -> None:
-    async with open_channel(address) as channel:
+async def _stream_all(
+    address: str, security: Security, stories: Sequence[Story], max_tokens: int, console: Console
+) -> None:
+    async with security.open_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         requests = [[story for story in stories if story.index == index] for index in sorted({story.index for story in stories})]
         streams = [asyncio.ensure_future(_tell(stub, choices, max_tokens, console)) for choices in requests]
@@ -133,7 +136,9 @@ def main() -> None:
         try:
             await cluster.start(stopping)
             say("three prompts at once:")
-            await first_of(_stream_all(cluster.router_address, stories, arguments.max_tokens, console), stopping.wait())
+            await first_of(
+                _stream_all(cluster.router_address, cluster.security, stories, arguments.max_tokens, console), stopping.wait()
+            )
             if any(story.finished is None for story in stories):
                 raise Interrupted("the demo was interrupted; nothing is left running")
         finally:

@@ -16,8 +16,9 @@ from services.router.prefix_index import PrefixIndex
 from services.router.session import Session
 from services.router.validate import Limits
 from services.runtime.config import ADDRESS_PATTERN
-from services.runtime.errors import InvalidRequest
-from services.runtime.serve import WIRE_VERSION, open_channel
+from services.runtime.errors import ConfigError, InvalidRequest
+from services.runtime.security import Security
+from services.runtime.serve import WIRE_VERSION
 from services.runtime.telemetry import count_incident
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,9 @@ class RankState:
 class Pool:
     """All ranks of both roles."""
 
-    def __init__(self, router_id: str) -> None:
+    def __init__(self, router_id: str, security: Security) -> None:
         self.router_id = router_id
+        self._security = security
         self.index = PrefixIndex()
         self._ranks: dict[str, RankState] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -128,7 +130,7 @@ class Pool:
 
     def join(self, member: registry_pb2.Member) -> None:
         """A front says who it is, or that its ranks changed. Raises InvalidRequest when it cannot be served."""
-        _check(member)
+        _check(member, self._security)
         for rank in member.ranks:
             if rank.instance_id not in self._ranks and rank.former_instance_id in self._ranks:
                 self._renew(rank)
@@ -159,7 +161,7 @@ class Pool:
         logger.warning("%s rank %s goes on as %s; it was %s", rank.role, state.name, rank.instance_id, former_id)
 
     def _add(self, rank: common_pb2.Rank, member: registry_pb2.Member) -> None:
-        state = RankState(rank, member, open_channel(rank.pool_address))
+        state = RankState(rank, member, self._security.open_channel(rank.pool_address))
         if rank.role == "decode":
             state.session = Session(state.channel, self.router_id, rank, self.changed)
         self._ranks[rank.instance_id] = state
@@ -243,7 +245,7 @@ class Pool:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
 
-def _check(member: registry_pb2.Member) -> None:
+def _check(member: registry_pb2.Member, security: Security) -> None:
     """Refuse a front that this router cannot use. Raises InvalidRequest."""
     if member.wire_version != WIRE_VERSION:
         raise InvalidRequest("wire_version", member.wire_version, f"this router speaks {WIRE_VERSION}; run the same release everywhere")
@@ -258,3 +260,7 @@ def _check(member: registry_pb2.Member) -> None:
             raise InvalidRequest("ranks", f"{rank.role} {rank.instance_id!r}", f"each has an id and the front's role {member.role}")
         if re.fullmatch(ADDRESS_PATTERN, rank.pool_address) is None or int(rank.pool_address.rpartition(":")[2]) == 0:
             raise InvalidRequest("pool_address", rank.pool_address[:80], "it must be host:port, where the router can dial the front")
+        try:
+            security.check_dial(rank.pool_address)
+        except ConfigError as error:
+            raise InvalidRequest("pool_address", rank.pool_address, f"this router must not dial it: {error}") from None

@@ -23,6 +23,7 @@ from services.router.validate import Limits, Request, validate
 from services.runtime.config import Config
 from services.runtime.errors import BatonError, CheckpointError, NoMember
 from services.runtime.process import say, write_whole
+from services.runtime.security import Security
 from services.runtime.serve import Server, abort, cancel
 
 logger = logging.getLogger(__name__)
@@ -95,10 +96,11 @@ class Router:
             raise CheckpointError(f"{folder}: {sizes}; take both from one checkpoint")
         template = load_template(folder, tokenizer, model.bos_token_id, model.eos_token_ids)
         limits = Limits(config.model.max_model_len or model.max_position_embeddings, model.vocab_size)
-        self.pool = Pool(uuid.uuid4().hex)
+        security = Security.of(config.security)
+        self.pool = Pool(uuid.uuid4().hex, security)
         self.dispatcher = Dispatcher(self.pool, config.router, tokenizer.token_bytes)
         self.servicer = GenerationServicer(self.pool, self.dispatcher, tokenizer, template, limits, model.eos_token_ids)
-        self._server = Server(config.router.address, _SERVICES)
+        self._server = Server(config.router.address, _SERVICES, security)
         self._server.add(generation_pb2_grpc.add_GenerationServicer_to_server, self.servicer)
         self._server.add(registry_pb2_grpc.add_RegistryServicer_to_server, RegistryServicer(self.pool))
 

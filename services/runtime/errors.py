@@ -3,6 +3,7 @@
 BatonError
 ├── InvalidRequest     the caller's mistake; names field, value and limit        INVALID_ARGUMENT
 ├── Overloaded         a bound is reached; carries a retry hint                  RESOURCE_EXHAUSTED
+├── NotPermitted       the peer's certificate may not make this call         PERMISSION_DENIED
 ├── NoMember           a pool has nobody to serve; names the pool                UNAVAILABLE
 ├── HandoffError       a hand-off ended badly; carries a typed reason            UNAVAILABLE
 ├── DeadlineExceeded   the request's own deadline passed                         DEADLINE_EXCEEDED
@@ -45,6 +46,10 @@ class Overloaded(BatonError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(f"{message}; try again in {retry_after_s:g} s")
         self.retry_after_s = retry_after_s
+
+
+class NotPermitted(BatonError):
+    """The peer's certificate is not of the kind that may make this call."""
 
 
 class NoMember(BatonError):

@@ -21,6 +21,7 @@ from services.runtime.health import HealthBoard
 from services.runtime.ipc import RankLoad, Up
 from services.runtime.membership import Membership
 from services.runtime.process import die_with_parent, run_process, say, write_whole
+from services.runtime.security import Security
 from services.runtime.serve import WIRE_VERSION, Server, first_of
 from services.runtime.supervisor import RankProcess, Supervisor
 from services.runtime.telemetry import setup_logging
@@ -68,12 +69,13 @@ class Front:
         """`address_file`: where to say at which address it listens."""
         self._role, self._config, self._section, self._pool = role, config, section, pool
         self._front_id = uuid.uuid4().hex
-        self._server = Server(section.address, services)
+        self._security = Security.of(config.security)
+        self._server = Server(section.address, services, self._security)
         self._loads: dict[str, RankLoad] = {}
         self._instances: dict[int, str] = {}  # rank -> incarnation that is up
         self._supervisor = Supervisor(num_ranks=section.ranks, module=module, arguments=arguments, event_type=event_type,
                                       on_event=self._on_event, on_down=self._on_down)
-        self._membership = Membership(section.routers, self._member, self._load_reports, self._on_joined)
+        self._membership = Membership(section.routers, self._member, self._load_reports, self._on_joined, self._security)
         self._joined: list[str] = []  # routers that have let us in and nobody was told of yet
         self._health = HealthBoard(self._server, services, section.ranks)
         self._draining = False

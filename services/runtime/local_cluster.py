@@ -21,7 +21,8 @@ from services.runtime.config import load_config
 from services.runtime.errors import Interrupted, SetupError
 from services.runtime.processes import Processes
 from services.runtime.run_folder import RunFolder
-from services.runtime.serve import first_of, open_channel
+from services.runtime.security import Security
+from services.runtime.serve import first_of
 
 ROLES = ("prefill", "decode")
 READY_S = 300.0
@@ -56,7 +57,8 @@ class Cluster:
         self.attended: set[str] = set()  # names whose end somebody waits for or expects
         self._loaded = load_config(config, settings)
         self.drain_s = max(self._loaded.prefill.drain_s, self._loaded.decode.drain_s)
-        self.run_folder = RunFolder(run_dir) if run_dir is not None else None
+        self.security = Security.of(self._loaded.security)
+        self.run_folder = RunFolder(run_dir, self.security) if run_dir is not None else None
         self.report = report
         self._config = config
         self._wanted = {"prefill": prefill, "decode": decode}
@@ -173,7 +175,7 @@ class Cluster:
 
     async def ranks_known(self) -> dict[str, int]:
         """Ranks of each role that every router could use now; one that does not answer knows nobody."""
-        known = await asyncio.gather(*(_known_at(address) for address in self.routers.values()))
+        known = await asyncio.gather(*(_known_at(address, self.security) for address in self.routers.values()))
         return {role: min((found.get(role, 0) for found in known), default=0) for role in ROLES}
 
     def num_ranks(self, role: str) -> int:
@@ -256,9 +258,9 @@ class Cluster:
             self._started.close()
 
 
-async def _known_at(address: str) -> dict[str, int]:
+async def _known_at(address: str, security: Security) -> dict[str, int]:
     """Ranks a role that the router at `address` could use now; none when it does not answer."""
-    async with open_channel(address) as channel:
+    async with security.open_channel(address) as channel:
         stub: Any = generation_pb2_grpc.GenerationStub(channel)
         with contextlib.suppress(grpc.aio.AioRpcError):
             info: generation_pb2.GetInfoReply = await stub.GetInfo(generation_pb2.GetInfoRequest(), timeout=2.0)

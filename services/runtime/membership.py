@@ -9,7 +9,8 @@ import grpc
 import grpc.aio
 
 from proto.baton.v1 import registry_pb2, registry_pb2_grpc
-from services.runtime.serve import cancel, open_channel
+from services.runtime.security import Security
+from services.runtime.serve import cancel
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,13 @@ class Membership:
 
     def __init__(
         self, routers: Sequence[str], member: Callable[[str], registry_pb2.Member], loads: Callable[[], Sequence[registry_pb2.Load]],
-        on_joined: Callable[[str], None],
+        on_joined: Callable[[str], None], security: Security,
     ) -> None:
-        """`on_joined(address)` runs whenever a router has let us in."""
+        """`on_joined(address)` runs whenever a router has let us in. Raises ConfigError when one must not be dialled
+        in the clear."""
+        for address in routers:
+            security.check_dial(address)
+        self._security = security
         self._routers = routers
         self._member = member
         self._loads = loads
@@ -60,6 +65,9 @@ class Membership:
                 wanted = await _resolve(self._routers)
                 for address in wanted - streams.keys():
                     streams[address] = asyncio.create_task(self._stay_joined(address))
+                for stream in streams.values():
+                    if stream.done():  # it ends by itself only when it must not dial
+                        stream.result()
                 for address in streams.keys() - wanted:
                     await cancel(streams.pop(address))
                 await asyncio.sleep(_RESOLVE_S)
@@ -68,7 +76,7 @@ class Membership:
 
     async def _stay_joined(self, address: str) -> None:
         while True:
-            async with open_channel(address) as channel:
+            async with self._security.open_channel(address) as channel:
                 try:
                     call = registry_pb2_grpc.RegistryStub(channel).Join(self._updates(local_host(address)))
                     async for update in call:

@@ -17,7 +17,7 @@ from proto.baton.v1 import generation_pb2, generation_pb2_grpc
 from services.runtime.errors import SetupError
 from services.runtime.process import write_whole
 from services.runtime.processes import read_address
-from services.runtime.serve import open_channel
+from services.runtime.security import Security
 
 RUN_DIR = Path(".run")
 
@@ -25,8 +25,10 @@ RUN_DIR = Path(".run")
 class RunFolder:
     """The folder's files as the cluster writes them. One cluster a folder: clients find it by them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, security: Security) -> None:
+        """`security`: how the routers of the folder are asked."""
         self.folder = folder
+        self._security = security
         self._routers = folder / "router"
         self._metrics = folder / "metrics.json"
         self._said_metrics = b""
@@ -35,7 +37,7 @@ class RunFolder:
         """Raises SetupError when the cluster that the folder names answers; one that was killed is forgotten."""
         other = read_address(self._routers)
         for address in other.split(","):
-            if address and await _answers(address):
+            if address and await _answers(address, self._security):
                 who = f"a cluster of this tree is up already: its router answers at {address} ({self._routers})"
                 raise SetupError(f"{who}; stop it first")
         self.withdraw(other)
@@ -68,8 +70,8 @@ class RunFolder:
                 self._routers.unlink(missing_ok=True)
 
 
-async def _answers(address: str) -> bool:
-    async with open_channel(address) as channel:
+async def _answers(address: str, security: Security) -> bool:
+    async with security.open_channel(address) as channel:
         try:
             await generation_pb2_grpc.GenerationStub(channel).GetInfo(generation_pb2.GetInfoRequest(), timeout=2.0)
         except (grpc.aio.AioRpcError, ValueError):

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -11,6 +11,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.runtime import errors
+
+if TYPE_CHECKING:
+    from services.runtime.security import Security
 
 # Version of proto/baton/v1 (NIXL notifications have their own, services/kv/messages.py); unequal peers refuse each other.
 #   1  first
@@ -47,6 +50,7 @@ CHANNEL_OPTIONS = [
 _STATUS: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
     errors.NoMember: grpc.StatusCode.UNAVAILABLE,
     errors.HandoffError: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -70,11 +74,6 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.Baton
     await context.abort(status_of(error), str(error), tuple(trailing))
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Channel with Baton's bounds and keepalive; connects lazily."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-
 async def is_refused(address: str) -> bool:
     """Whether nobody listens at `address` (host:port) although its host answers: no process there will come back to what it had."""
     host, _, port = address.rpartition(":")
@@ -92,8 +91,13 @@ async def is_refused(address: str) -> bool:
 class Server:
     """A gRPC server with health and reflection that is NOT_SERVING until told otherwise."""
 
-    def __init__(self, address: str, services: Sequence[str]) -> None:
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+    def __init__(self, address: str, services: Sequence[str], security: "Security", max_request_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """`max_request_bytes`: a larger message is refused with RESOURCE_EXHAUSTED. Raises ConfigError when `address` must not be
+        served as `security` is."""
+        security.check_listen(address, "gRPC")
+        self._credentials = security.server_credentials()
+        options = [*dict([*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes)]).items()]
+        self._server = grpc.aio.server(options=options, interceptors=security.interceptors())
         self._services = services
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -114,7 +118,10 @@ class Server:
             family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
             with socket.create_server((host.strip("[]"), int(wanted)), family=family):
                 pass
-            port = self._server.add_insecure_port(self._requested)
+            if self._credentials is None:
+                port = self._server.add_insecure_port(self._requested)
+            else:
+                port = self._server.add_secure_port(self._requested, self._credentials)
         except (OSError, OverflowError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or "it is no host:port"
             advice = "choose another address (port 0 = any free one)"

@@ -9,7 +9,8 @@ from proto.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.server import SERVICE, DecodeService
 from services.runtime.errors import EngineError
 from services.runtime.ipc import Up
-from services.runtime.serve import WIRE_VERSION, Server, open_channel
+from services.runtime.serve import WIRE_VERSION, Server
+from tests.clear import CLEAR
 
 UP = Up(instance_id="d1", peer=b"", fingerprint="f", max_model_len=100, vocab_size=260, page_size=64, num_pages=8, max_running=4)
 
@@ -74,12 +75,12 @@ class Rig:
 @asynccontextmanager
 async def running(drain_s: float = 7.0, resume_s: float = 0.02) -> AsyncIterator[Rig]:
     """A front whose broken sessions are over after `resume_s`."""
-    service, rank, server = DecodeService(drain_s, resume_s), FakeRank(), Server("127.0.0.1:0", [SERVICE])
+    service, rank, server = DecodeService(drain_s, resume_s), FakeRank(), Server("127.0.0.1:0", [SERVICE], CLEAR)
     service.register(server)
     service.attach([rank])  # type: ignore[list-item]
     await server.start()
     try:
-        async with open_channel(server.address) as channel:
+        async with CLEAR.open_channel(server.address) as channel:
             yield Rig(service, rank, server, decode_pb2_grpc.DecodeStub(channel))
     finally:
         await server.stop(0)

@@ -14,7 +14,8 @@ import grpc.aio
 from proto.baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc, registry_pb2_grpc
 from services.doctor.watcher import Watcher
 from services.runtime.local_cluster import Cluster
-from services.runtime.serve import Server, open_channel
+from services.runtime.serve import Server
+from tests.clear import CLEAR
 
 ROOT = Path(__file__).parents[2]
 DEMO_CONFIG = ROOT / "deploy" / "dev.toml"
@@ -37,7 +38,7 @@ class Rig:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _start(self) -> Cluster:
-        self._server = Server("127.0.0.1:0", ["baton.v1.Registry"])
+        self._server = Server("127.0.0.1:0", ["baton.v1.Registry"], CLEAR)
         self._server.add(registry_pb2_grpc.add_RegistryServicer_to_server, self.watcher)
         await self._server.start()
         prefill, decode, settings, run_dir = self._layout
@@ -56,7 +57,7 @@ class Rig:
 
     def wait_for_ranks(self, role: str, number: int, patience_s: float = 60.0) -> None:
         async def count() -> int:
-            async with open_channel(self.address) as channel:
+            async with CLEAR.open_channel(self.address) as channel:
                 info = await generation_pb2_grpc.GenerationStub(channel).GetInfo(generation_pb2.GetInfoRequest())
             return sum(pool.num_ranks for pool in info.pools if pool.role == role)
 
@@ -121,7 +122,7 @@ def generate_all(address: str, requests: Sequence[dict[str, Any]], *, at_once: i
 
     async def run() -> list[Answer]:
         gate = asyncio.Semaphore(at_once)
-        async with open_channel(address) as channel:
+        async with CLEAR.open_channel(address) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
 
             async def one(fields: dict[str, Any]) -> Answer:

@@ -10,7 +10,7 @@ import pytest
 
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc
 from services.runtime.local_cluster import Cluster
-from services.runtime.serve import open_channel
+from tests.clear import CLEAR
 from tests.e2e.rig import DEMO_CONFIG, failing, generate
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -49,7 +49,7 @@ def lonely_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def ask(address: str, **fields: Any) -> None:
-    async with open_channel(address) as channel:
+    async with CLEAR.open_channel(address) as channel:
         await generate(generation_pb2_grpc.GenerationStub(channel), **({"prompt": [0, 5, 6]} | fields))
 
 

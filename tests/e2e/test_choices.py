@@ -9,7 +9,7 @@ import pytest
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc
 from services.doctor.oracle import Tally, check_stream, demo_reference
 from services.model.params import SamplingParams
-from services.runtime.serve import open_channel
+from tests.clear import CLEAR
 from tests.e2e.rig import Rig
 
 N = 4
@@ -20,7 +20,7 @@ async def choices(address: str, prompt: list[int], **fields: object) -> tuple[di
     """Token ids and the end of each choice."""
     tokens: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, generation_pb2.Finished] = {}
-    async with open_channel(address) as channel:
+    async with CLEAR.open_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         source = generation_pb2.TokenIds(ids=prompt)
         async for reply in stub.Generate(generation_pb2.GenerateRequest(token_ids=source, n=N, **fields)):  # pyright: ignore[reportArgumentType]

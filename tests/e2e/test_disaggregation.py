@@ -5,7 +5,7 @@ import os
 import signal
 
 from proto.baton.v1 import generation_pb2_grpc
-from services.runtime.serve import open_channel
+from tests.clear import CLEAR
 from tests.e2e.rig import Answer, Rig, generate, generate_all
 
 PAGE_BYTES = 64 * 8 * 576 * 4  # tokens, layers, width, fp32
@@ -56,7 +56,7 @@ def test_text_goes_on_after_prefill_is_killed(rig: Rig) -> None:
                 killed.append(pid)
 
     async def run() -> Answer:
-        async with open_channel(rig.address) as channel:
+        async with CLEAR.open_channel(rig.address) as channel:
             return await generate(generation_pb2_grpc.GenerationStub(channel), kill_prefill, **fields)
 
     answer = asyncio.run(run())
@@ -80,7 +80,7 @@ def test_decode_death_is_replayed(rig: Rig) -> None:
                 killed.append(pid)
 
     async def run() -> Answer:
-        async with open_channel(rig.address) as channel:
+        async with CLEAR.open_channel(rig.address) as channel:
             return await generate(generation_pb2_grpc.GenerationStub(channel), kill_decode, **fields)
 
     answer = asyncio.run(run())
@@ -96,7 +96,7 @@ def test_client_that_leaves_frees_everything(rig: Rig) -> None:
     """Left after a few tokens, and before the first: the fixture asserts that every page comes back."""
 
     async def leave(after_tokens: int, prompt: list[int]) -> None:
-        async with open_channel(rig.address) as channel:
+        async with CLEAR.open_channel(rig.address) as channel:
             seen = asyncio.Event()
 
             def look(answer: Answer) -> None:

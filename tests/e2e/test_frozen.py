@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from proto.baton.v1 import generation_pb2_grpc
-from services.runtime.serve import open_channel
+from tests.clear import CLEAR
 from tests.e2e.rig import Answer, Rig, generate, generate_all, wait_until
 
 STREAMS = 6
@@ -41,7 +41,7 @@ def test_streams_leave_a_frozen_front_and_its_engine_survives(two_decode_fronts:
             frozen.append(front)
 
     async def run() -> list[Answer]:
-        async with open_channel(rig.address) as channel:
+        async with CLEAR.open_channel(rig.address) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
             return list(await asyncio.gather(*(generate(stub, freeze, **fields) for fields in requests)))
 

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from proto.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2, registry_pb2_grpc
-from services.runtime.serve import WIRE_VERSION, Server, open_channel
+from services.runtime.serve import WIRE_VERSION, Server
+from tests.clear import CLEAR
 from tests.router.byte_model import MAX_MODEL_LEN, VOCAB
 
 PATIENCE_S = 10.0
@@ -65,7 +66,7 @@ class FakeRank:
         self.fingerprint = "fp"
         self.max_model_len = MAX_MODEL_LEN
         self.peer: bytes | None = None  # what it says of its pages; by default its instance id
-        self.server = Server("127.0.0.1:0", [])
+        self.server = Server("127.0.0.1:0", [], CLEAR)
         self._join: asyncio.Task[None] | None = None
         self.updates: asyncio.Queue[registry_pb2.MemberUpdate] = asyncio.Queue()
 
@@ -96,7 +97,7 @@ class FakeRank:
             while True:
                 yield await self.updates.get()
 
-        async with open_channel(self.world.router_address) as channel:
+        async with CLEAR.open_channel(self.world.router_address) as channel:
             async for _ in registry_pb2_grpc.RegistryStub(channel).Join(updates()):
                 pass
 

@@ -9,7 +9,7 @@ from services.decode.messages import FirstToken, Ready, StepOut, Submit, Transfe
 from services.decode.server import DecodeService
 from services.router.mailbox import Event, Mailbox
 from services.router.session import Session
-from services.runtime.serve import open_channel
+from tests.clear import CLEAR
 from tests.decode import front_rig
 from tests.runtime.tcp_proxy import TcpProxy
 from tests.runtime.waiting import until
@@ -80,7 +80,7 @@ async def running_session(resume_s: float = LONG_S, front_resume_s: float = LONG
         proxy = TcpProxy(int(front.server.address.rpartition(":")[2]))
         await proxy.start()
         rank = common_pb2.Rank(instance_id="d1", role="decode", pool_address=proxy.address)
-        async with open_channel(proxy.address) as channel:
+        async with CLEAR.open_channel(proxy.address) as channel:
             session = Session(channel, "router", rank, lambda: None, resume_s)
             rig = SessionRig(front, proxy, session)
             try:

@@ -14,6 +14,7 @@ from services.router import client as client_module
 from services.router.client import find_router, stream
 from services.runtime.errors import SetupError
 from services.runtime.serve import ERROR_KEY
+from tests.clear import CLEAR
 from tests.router.byte_model import BOS, ids_of
 from tests.router.fakes import DecodeSession, until
 from tests.router.rig import request_of, running
@@ -119,7 +120,7 @@ def test_router_is_found_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 async def test_stream_for_programs(tmp_path: Path) -> None:
     async with running(tmp_path) as world:
         text = ""
-        async for reply in stream(world.router.address, request_of(max_tokens=4)):
+        async for reply in stream(world.router.address, request_of(max_tokens=4), CLEAR):
             text += reply.delta.text
         assert text == "abcd"
 

@@ -10,8 +10,9 @@ import pytest
 from proto.baton.v1 import common_pb2, decode_pb2, registry_pb2, registry_pb2_grpc
 from services.router.pool import Pool, RankState
 from services.router.registry import RegistryServicer
-from services.runtime.serve import Server, open_channel
+from services.runtime.serve import Server
 from services.runtime.telemetry import INCIDENTS
+from tests.clear import CLEAR
 from tests.router.byte_model import ids_of
 from tests.router.fakes import DecodeSession, FakeDecode, FakeRank, until
 from tests.router.rig import Answer, World, running
@@ -97,7 +98,7 @@ class Front:
     """A front's Join stream, spoken by hand."""
 
     def __init__(self, address: str) -> None:
-        self.channel = open_channel(address)
+        self.channel = CLEAR.open_channel(address)
         self.updates: asyncio.Queue[registry_pb2.MemberUpdate] = asyncio.Queue()
         self.call: Any = registry_pb2_grpc.RegistryStub(self.channel).Join(self._updates())
 
@@ -118,7 +119,7 @@ def member(*instance_ids: str) -> registry_pb2.Member:
 
 @pytest.mark.parametrize("resume_s", [0.01, LONG_S], ids=["in vain", "in time"])
 async def test_ranks_wait_for_their_front_as_long_as_sessions_do(resume_s: float) -> None:
-    pool, server = Pool("router"), Server("127.0.0.1:0", [])
+    pool, server = Pool("router", CLEAR), Server("127.0.0.1:0", [], CLEAR)
     server.add(registry_pb2_grpc.add_RegistryServicer_to_server, RegistryServicer(pool, resume_s))
     await server.start()
     first = Front(server.address)
@@ -138,7 +139,7 @@ async def test_ranks_wait_for_their_front_as_long_as_sessions_do(resume_s: float
 
 async def test_a_second_stream_of_a_front_replaces_the_first() -> None:
     """The first one's break has not been noticed yet; what still comes out of it is old."""
-    pool, server = Pool("router"), Server("127.0.0.1:0", [])
+    pool, server = Pool("router", CLEAR), Server("127.0.0.1:0", [], CLEAR)
     server.add(registry_pb2_grpc.add_RegistryServicer_to_server, RegistryServicer(pool, 0.0))
     await server.start()
     stale, replaced = (INCIDENTS.labels(*labels) for labels in (

@@ -14,8 +14,9 @@ from services.router.mailbox import Draining, RankFailed, StepSlice
 from services.router.session import Session
 from services.runtime import resume
 from services.runtime.ipc import Up
-from services.runtime.serve import Server, open_channel
+from services.runtime.serve import Server
 from services.runtime.telemetry import INCIDENTS
+from tests.clear import CLEAR
 from tests.decode.front_rig import UP, FakeRank
 from tests.router.session_rig import Inbox, SessionRig, running_session
 from tests.runtime.waiting import until
@@ -186,7 +187,7 @@ async def test_requests_are_lost_at_once_when_the_rank_leaves_the_pool() -> None
 async def test_a_front_that_restarted_resumes_nothing(is_same: bool) -> None:
     async with running_session() as rig:
         _, inbox = await rig.submitted()
-        service, rank, server = DecodeService(7.0, 60.0), FakeRank(), Server("127.0.0.1:0", [])
+        service, rank, server = DecodeService(7.0, 60.0), FakeRank(), Server("127.0.0.1:0", [], CLEAR)
         if not is_same:
             rank.up = Up(**{name: getattr(UP, name) for name in UP.__struct_fields__} | {"instance_id": "d9"})
         service.register(server)
@@ -246,7 +247,7 @@ async def test_every_request_hears_of_a_drain_once_and_new_sessions_at_once() ->
         for _, inbox in requests:
             assert inbox.events == [Draining(1)]
         assert rig.session.is_open and not rig.session.is_usable
-        async with open_channel(rig.proxy.address) as channel:
+        async with CLEAR.open_channel(rig.proxy.address) as channel:
             late = Session(channel, "router-2", rig.session._rank, lambda: None)
             await until(lambda: late.is_draining, "the late one hears of it")
             await late.close()

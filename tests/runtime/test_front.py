@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.runtime import supervisor as supervisor_module
-from services.runtime.config import Config, PoolSection
+from services.runtime.config import Config, PoolSection, SecuritySection
 from services.runtime.front import Front
 from services.runtime.ipc import Heartbeat, RankLoad, SocketDirectory, StartFailed, Up
 from services.runtime.supervisor import RankProcess
@@ -52,11 +52,11 @@ class FakePool:
 class World:
     """A front of one rank and a client of its health."""
 
-    def __init__(self, pool: FakePool, num_ranks: int = 1, **settings: Any) -> None:
+    def __init__(self, pool: FakePool, num_ranks: int = 1, *, insecure: bool = False, **settings: Any) -> None:
         section = PoolSection(ranks=num_ranks, routers=("127.0.0.1:1",), **settings)
         self.pool = pool
-        self.front = Front(role="fake", module="tests.runtime.fake_engine", services=["fake.Pool"], event_type=Event, config=Config(),
-                           section=section, arguments=[], pool=pool)
+        self.front = Front(role="fake", module="tests.runtime.fake_engine", services=["fake.Pool"], event_type=Event,
+                           config=Config(security=SecuritySection(insecure=insecure)), section=section, arguments=[], pool=pool)
         self.stopping = asyncio.Event()
 
     @property
@@ -182,7 +182,7 @@ async def test_a_renewed_agent_is_listed_with_its_former_instance_id(behave: Cal
     ("localhost:0", "", "localhost"),
 ])
 async def test_a_front_that_listens_everywhere_is_listed_where_routers_are_dialled_from(address: str, advertise: str, listed: str) -> None:
-    front = World(FakePool(), address=address, advertise=advertise).front
+    front = World(FakePool(), insecure=True, address=address, advertise=advertise).front
     await front._server.start()  # pyright: ignore[reportPrivateUsage]
     try:
         host, _, port = front._member("172.30.0.4").address.rpartition(":")  # pyright: ignore[reportPrivateUsage]

@@ -12,7 +12,7 @@ import pytest
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc
 from services.runtime.errors import ConfigError, Interrupted, SetupError
 from services.runtime.local_cluster import Cluster
-from services.runtime.serve import open_channel
+from tests.clear import CLEAR
 from tests.runtime.waiting import until
 
 SETTINGS = ("router.address=127.0.0.1:0",)
@@ -97,7 +97,7 @@ async def test_second_router_starts_again_at_the_same_address() -> None:
         cluster.processes[name].kill()
         cluster.processes[name].wait()
         cluster.restart(name)
-        async with open_channel(address) as channel:
+        async with CLEAR.open_channel(address) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
             info = await stub.GetInfo(generation_pb2.GetInfoRequest(), wait_for_ready=True, timeout=60)
         assert info.max_model_len > 0

@@ -12,6 +12,7 @@ from proto.baton.v1 import registry_pb2, registry_pb2_grpc
 from services.runtime import membership as membership_module
 from services.runtime.membership import Membership, local_host
 from services.runtime.serve import WIRE_VERSION, Server, cancel
+from tests.clear import CLEAR, INSECURE
 from tests.runtime.waiting import until
 
 
@@ -32,7 +33,7 @@ class Registry(registry_pb2_grpc.RegistryServicer):
 
 async def listening(address: str) -> tuple[Server, Registry]:
     registry = Registry()
-    server = Server(address, ["baton.v1.Registry"])
+    server = Server(address, ["baton.v1.Registry"], CLEAR)
     server.add(registry_pb2_grpc.add_RegistryServicer_to_server, registry)
     await server.start()
     return server, registry
@@ -42,7 +43,9 @@ async def listening(address: str) -> tuple[Server, Registry]:
 async def joined(*routers: str) -> AsyncIterator[tuple[Membership, list[str], list[registry_pb2.Load]]]:
     told: list[str] = []
     loads: list[registry_pb2.Load] = []
-    membership = Membership(routers, lambda local_host: registry_pb2.Member(front_id="f", address=local_host), lambda: loads, told.append)
+    membership = Membership(
+        routers, lambda local_host: registry_pb2.Member(front_id="f", address=local_host), lambda: loads, told.append, INSECURE
+    )
     task = asyncio.ensure_future(membership.run())
     try:
         yield membership, told, loads

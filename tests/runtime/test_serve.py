@@ -7,6 +7,7 @@ import pytest
 
 from services.runtime import errors
 from services.runtime.serve import Server, status_of
+from tests.clear import CLEAR
 
 STATUS = [
     (errors.InvalidRequest("n", 2, "only 1"), grpc.StatusCode.INVALID_ARGUMENT),
@@ -35,17 +36,17 @@ async def test_busy_port_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(errors.SetupError, match=rf"cannot listen on {address} \(Address already in use"):
-            await Server(address, []).start()
+            await Server(address, [], CLEAR).start()
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:99999"])
 async def test_address_that_is_none_is_one_sentence(address: str) -> None:
     with pytest.raises((errors.SetupError,), match="cannot listen on"):
-        await Server(address, []).start()
+        await Server(address, [], CLEAR).start()
 
 
 async def test_port_zero_becomes_a_real_one() -> None:
-    server = Server("127.0.0.1:0", [])
+    server = Server("127.0.0.1:0", [], CLEAR)
     await server.start()
     host, _, port = server.address.partition(":")
     assert host == "127.0.0.1" and int(port) > 0

@@ -18,7 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc
 from services.doctor.chaos.requests import Deal, Draw
-from services.runtime.serve import ERROR_KEY, open_channel
+from services.runtime.security import Security
+from services.runtime.serve import ERROR_KEY
 
 SILENCE_S = 90.0  # a stream silent for longer hangs: 60 s for a member to come, the rest for finding out and computing
 _MAX_FAILOVERS = 20
@@ -67,7 +68,8 @@ class Outcome:
 class Routers:
     """Replicas by address and whether each says SERVING, as a load balancer asks."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], security: Security) -> None:
+        self.security = security
         self._serving = dict.fromkeys(addresses, False)
         self._turn = itertools.count()
 
@@ -77,7 +79,7 @@ class Routers:
 
     async def _watch_one(self, address: str) -> None:
         while True:
-            async with open_channel(address) as channel:
+            async with self.security.open_channel(address) as channel:
                 stub: Any = health_pb2_grpc.HealthStub(channel)
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     while True:
@@ -170,7 +172,7 @@ class Load:
 
     async def _stream(self, address: str, outcome: Outcome) -> Fate:
         draw = outcome.draw
-        async with open_channel(address) as channel:
+        async with self._routers.security.open_channel(address) as channel:
             call = generation_pb2_grpc.GenerationStub(channel).Generate(draw.template.message(draw.tenant))
             try:
                 while True:

@@ -82,7 +82,7 @@ class Run:
         self._worker.kill()
 
     async def _under_load(self, stopping: asyncio.Event) -> None:
-        routers = Routers(list(self._stage.cluster.routers.values()))
+        routers = Routers(list(self._stage.cluster.routers.values()), self._stage.cluster.security)
         watching = asyncio.create_task(routers.watch())
         await until(routers.all_serve, 10.0)
         load = Load(routers, self._deal, self._plan.num_clients, self._verify)

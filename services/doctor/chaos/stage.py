@@ -21,9 +21,11 @@ from proto.baton.v1 import generation_pb2, generation_pb2_grpc, registry_pb2_grp
 from services.doctor.chaos.control import RankControl
 from services.doctor.chaos.netns import Host, Network, why_unavailable
 from services.doctor.watcher import Watcher
+from services.runtime.config import load_config
 from services.runtime.errors import SetupError
 from services.runtime.local_cluster import Cluster
-from services.runtime.serve import Server, open_channel
+from services.runtime.security import Security
+from services.runtime.serve import Server
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "dev.toml"
 ROLES = ("prefill", "decode")
@@ -81,12 +83,13 @@ class Stage:
         else:
             self._network = Network()
         ip = self._network.ip if self._network else "127.0.0.1"
-        self._server = Server(f"{ip}:0", ["baton.v1.Registry"])
+        security = [] if self._network is None else ["security.insecure=true"]  # nobody else reaches these namespaces
+        self._server = Server(f"{ip}:0", ["baton.v1.Registry"], Security.of(load_config(CONFIG, security).security))
         self._server.add(registry_pb2_grpc.add_RegistryServicer_to_server, self.watcher)
         await self._server.start()
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._cluster = Cluster(
-            CONFIG, prefill=0, decode=0, settings=[*SETTINGS, *self._settings, f"router.address={ip}:{_free_port(ip)}"],
+            CONFIG, prefill=0, decode=0, settings=[*SETTINGS, *security, *self._settings, f"router.address={ip}:{_free_port(ip)}"],
             more_routers=[self._server.address], log_dir=self._log_dir,
         )
         await self._cluster.start()
@@ -117,7 +120,7 @@ class Stage:
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             wanted = {role: len(self.watcher.serving(role)) for role in ROLES}
-            if all([await _known(address) == wanted for address in self.cluster.routers.values()]):
+            if all([await _known(address, self.cluster.security) == wanted for address in self.cluster.routers.values()]):
                 return True
             await asyncio.sleep(_POLL_S)
         return False
@@ -208,9 +211,9 @@ async def until(condition: Callable[[], bool], patience_s: float) -> bool:
     return True
 
 
-async def _known(address: str) -> dict[str, int]:
+async def _known(address: str, security: Security) -> dict[str, int]:
     """Ranks a role that the router at `address` could use now; nothing when it does not answer."""
-    async with open_channel(address) as channel:
+    async with security.open_channel(address) as channel:
         try:
             stub = generation_pb2_grpc.GenerationStub(channel)
             info: generation_pb2.GetInfoReply = await stub.GetInfo(generation_pb2.GetInfoRequest(), timeout=2.0)
