@@ -6,7 +6,8 @@ All integers little-endian. The next id takes part because slot i of the MTP lay
 digest, only once the token after it is known.
 """
 import hashlib
-import struct
+import sys
+from array import array
 from collections.abc import Sequence
 
 from services.kv.layout import PAGE_SIZE
@@ -14,24 +15,40 @@ from services.kv.layout import PAGE_SIZE
 DIGEST_BYTES = 16
 ROOT = bytes(DIGEST_BYTES)  # parent of a prompt's first page
 
+_EMPTY = hashlib.blake2b(digest_size=DIGEST_BYTES)  # a copy of it costs less than its arguments
+_PAGE_BYTES = 4 * PAGE_SIZE
+
 
 def page_digest(parent: bytes, ids: Sequence[int], next_id: int, salt: bytes = b"") -> bytes:
-    """Digest of one page: exactly PAGE_SIZE `ids`, then the id that follows them."""
+    """Digest of one page: exactly PAGE_SIZE `ids`, then the id that follows them. Raises OverflowError for an id beyond 32 bits."""
     assert len(parent) == DIGEST_BYTES and len(ids) == PAGE_SIZE, f"{len(parent)=} {len(ids)=}"
-    return _digest(parent, len(salt).to_bytes(4, "little") + salt, struct.pack(f"<{PAGE_SIZE + 1}I", *ids, next_id))
+    return _chain(parent, _words([*ids, next_id]), salt)[0]
 
 
 def page_digests(ids: Sequence[int], salt: bytes = b"") -> list[bytes]:
-    """Digests of every page of `ids` that has one: page i needs token 64 * (i + 1), so n tokens give (n - 1) // 64 digests."""
-    words = struct.pack(f"<{len(ids)}I", *ids)  # three times faster than going through numpy
+    """Digests of every page of `ids` that has one: page i needs token 64 * (i + 1), so n tokens give (n - 1) // 64 digests.
+
+    Raises OverflowError for an id beyond 32 bits.
+    """
+    return _chain(ROOT, _words(ids), salt)
+
+
+def _chain(parent: bytes, words: bytes, salt: bytes) -> list[bytes]:
+    """Digests of all pages of `words` (ids as little-endian u32) whose next id is there, the first one's parent given."""
     salted = len(salt).to_bytes(4, "little") + salt
+    fresh = _EMPTY.copy
     digests: list[bytes] = []
-    parent = ROOT
-    for start in range(0, len(words) - 4 * PAGE_SIZE, 4 * PAGE_SIZE):
-        parent = _digest(parent, salted, words[start : start + 4 * PAGE_SIZE + 4])
+    for start in range(0, len(words) - _PAGE_BYTES, _PAGE_BYTES):
+        page = fresh()
+        page.update(parent + salted + words[start : start + _PAGE_BYTES + 4])
+        parent = page.digest()
         digests.append(parent)
     return digests
 
 
-def _digest(parent: bytes, salted: bytes, words: bytes) -> bytes:
-    return hashlib.blake2b(parent + salted + words, digest_size=DIGEST_BYTES).digest()
+def _words(ids: Sequence[int]) -> bytes:
+    words = array("I")
+    words.fromlist(ids if isinstance(ids, list) else list(ids))  # four times faster than going through numpy
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()

@@ -14,7 +14,7 @@ from services.router.mailbox import Draining, Event, PrefillDone, RankFailed, Re
 from services.router.move import Move
 from services.router.output import Ending, Gap
 from services.router.pairing import Pair, choose_reader, need_of
-from services.router.pool import RankState
+from services.router.rank_state import RankState
 from services.runtime.telemetry import count_incident
 
 # The rank, or its part of the hand-off, is lost, but the pages may still wait at prefill for another reader.
@@ -100,6 +100,7 @@ class Choice:
             raise Failure("prefill", common_pb2.INTERNAL, f"its reply has no first token of choice {ticket.choice}")
         ticket.record.prefilled(event.reply, is_replay=prefill.num_sent > 0)
         ticket.pool.index.keep(prefill.rank.instance_id, ticket.request.digests)
+        ticket.pool.computed(prefill.state, event.reply, len(ticket.request.prompt_ids) + prefill.num_sent)
         ticket.output.accept_one(prefill.num_sent, first.token)
         if first.finish_reason:
             prefill.state.cool_down.succeeded()  # else `ready` says whether its pages can be had

@@ -29,7 +29,8 @@ from services.router.legs import Failure, Ticket, sampling_message
 from services.router.mailbox import Event, Mailbox, TimerFired
 from services.router.output import Output
 from services.router.pairing import Pair, choose_pair, choose_reader, need_of
-from services.router.pool import Pool, RankState
+from services.router.pool import Pool
+from services.router.rank_state import RankState
 from services.router.recovery import backoff_s, blame, final_error, is_free, is_hopeless
 from services.router.timeline import TimelineRecord
 from services.router.validate import Request

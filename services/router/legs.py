@@ -15,7 +15,8 @@ from proto.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from services.model.params import SamplingParams
 from services.router.mailbox import Event, Mailbox, PrefillDone, RankFailed, RedirectDone
 from services.router.output import Output
-from services.router.pool import Pool, RankState
+from services.router.pool import Pool
+from services.router.rank_state import RankState
 from services.router.timeline import TimelineRecord
 from services.router.validate import Request
 from services.runtime.telemetry import reason_name

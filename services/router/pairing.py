@@ -5,8 +5,10 @@ import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from services.router.policy import DecodeView, PrefillView, choose_decode, choose_prefill
-from services.router.pool import Pool, RankState
+from services.router.metrics import ROUTING_SECONDS
+from services.router.policy import choose_decode, choose_prefill
+from services.router.pool import Model, Pool
+from services.router.rank_state import RankState
 from services.router.validate import Limits, Request
 from services.runtime.errors import NoMember
 
@@ -39,63 +41,68 @@ def need_of(request: Request, num_sent: int, model: tuple[str, Limits] | None, a
 
 def choose_pair(pool: Pool, need: Need) -> Pair:
     """Decode first, then prefill. Raises NoMember naming the pool that is empty."""
-    prefills, decodes = _candidates(pool, need)
-    index, draw, now = pool.index, random.getrandbits(32), time.monotonic()
-    decode: RankState | None = None
-    reason = "no decode"
+    began = time.perf_counter()
+    models = _fitting(pool, need)
+    if not models:
+        raise _nobody(pool, need)
+    draw, now = random.getrandbits(32), time.monotonic()
+    hits = pool.index.hit_tokens(need.digests, now)
+    decode, reason = None, "no decode"
     if need.has_decode:
-        decode, why = _choose_decode(pool, decodes, need, draw, now)
-        prefills = [state for state in prefills if state.model == decode.model]
+        decode, why = _choose_decode([state for model in models for state in model.decodes], hits, need, draw, now)
+        models = [model for model in models if model.key == decode.model]
         reason = f"decode: {why}"
-    hits = {state.instance_id: index.num_hit_tokens(state.instance_id, need.digests, now) for state in prefills}
-    candidates = _prefer(prefills, need.avoid)
-    choice = choose_prefill(
-        [PrefillView(state.instance_id, hits[state.instance_id], state.num_tokens, state.cool_down.is_on(now)) for state in candidates],
-        need.num_prompt_tokens, draw,
-    )
-    prefill = next(state for state in prefills if state.instance_id == choice.instance_id)
-    return Pair(prefill, decode, need.num_prompt_tokens - hits[prefill.instance_id], f"prefill: {choice.reason}; {reason}")
+    prefills = _prefer([state for model in models for state in model.prefills], need.avoid, now)
+    choice = choose_prefill(prefills, [hits[state.slot] for state in prefills], need.num_prompt_tokens, draw)
+    prefill = prefills[choice.position]
+    pair = Pair(prefill, decode, need.num_prompt_tokens - hits[prefill.slot], f"prefill: {choice.reason}; {reason}")
+    ROUTING_SECONDS.observe(time.perf_counter() - began)
+    return pair
 
 
 def choose_reader(pool: Pool, need: Need, exclude: Collection[str]) -> RankState | None:
     """A decode rank of `need.model` for pages that are there already, none of `exclude`; None when there is none."""
-    decodes = [state for state in pool.usable("decode") if _fits(state, need) and state.instance_id not in exclude]
-    return _choose_decode(pool, decodes, need, random.getrandbits(32), time.monotonic())[0] if decodes else None
+    models = [model for model in pool.models() if _fits(model, need)]
+    decodes = [state for model in models for state in model.decodes if state.instance_id not in exclude]
+    if not decodes:
+        return None
+    now = time.monotonic()
+    return _choose_decode(decodes, pool.index.hit_tokens(need.digests, now), need, random.getrandbits(32), now)[0]
 
 
-def _choose_decode(pool: Pool, decodes: Sequence[RankState], need: Need, draw: int, now: float) -> tuple[RankState, str]:
-    """One of `decodes` (at least one), and why."""
-    views = [
-        DecodeView(state.instance_id, state.group, pool.index.num_hit_tokens(state.instance_id, need.digests, now),
-                   state.num_tokens, state.num_requests, state.max_running, state.cool_down.is_on(now))
-        for state in _prefer(decodes, need.avoid)
-    ]
-    choice = choose_decode(views, need.num_prompt_tokens, draw)
-    return next(state for state in decodes if state.instance_id == choice.instance_id), choice.reason
+def _choose_decode(decodes: list[RankState], hits: Sequence[int], need: Need, draw: int, now: float) -> tuple[RankState, str]:
+    """One of `decodes` (at least one), and why; `hits` by slot."""
+    ranks = _prefer(decodes, need.avoid, now)
+    choice = choose_decode(ranks, [hits[state.slot] for state in ranks], need.num_prompt_tokens, draw)
+    return ranks[choice.position], choice.reason
 
 
-def _fits(state: RankState, need: Need) -> bool:
-    return need.model in (None, state.model) and state.limits.max_model_len >= need.num_total_tokens
+def _fits(model: Model, need: Need) -> bool:
+    fingerprint_and_limits = model.key
+    return need.model in (None, fingerprint_and_limits) and fingerprint_and_limits[1].max_model_len >= need.num_total_tokens
 
 
-def _candidates(pool: Pool, need: Need) -> tuple[list[RankState], list[RankState]]:
-    """Usable ranks of models that fit. Raises NoMember when a role that is needed has none."""
-    prefills, decodes = (
-        [state for state in pool.usable(role) if _fits(state, need)] for role in ("prefill", "decode")
-    )
-    empty = [role for role, ranks, needed in (("prefill", prefills, True), ("decode", decodes, need.has_decode)) if needed and not ranks]
-    if empty:
-        names = f"the {' and the '.join(empty)} pool"
-        if any(pool.is_draining(role) for role in empty):
-            raise NoMember(f"{names} drains before it stops and takes no new request; start another rank, or try again once one is up")
-        raise NoMember(f"{names} has no rank that could serve; start one or wait until one is ready")
-    if need.has_decode:
-        models = {state.model for state in prefills} & {state.model for state in decodes}
-        prefills, decodes = [s for s in prefills if s.model in models], [s for s in decodes if s.model in models]
-        if not models:
-            raise NoMember("no prefill rank and decode rank have one fingerprint and limits; run both pools with one model and release")
-    return prefills, decodes
+def _fitting(pool: Pool, need: Need) -> list[Model]:
+    """Models that fit and have the ranks that are needed."""
+    return [model for model in pool.models() if model.prefills and (model.decodes or not need.has_decode) and _fits(model, need)]
 
 
-def _prefer(ranks: Sequence[RankState], avoid: Collection[str]) -> Sequence[RankState]:
-    return [state for state in ranks if state.instance_id not in avoid] or ranks
+def _nobody(pool: Pool, need: Need) -> NoMember:
+    """Why no pair can be had."""
+    models = [model for model in pool.models() if _fits(model, need)]
+    empty = [] if any(model.prefills for model in models) else ["prefill"]
+    if need.has_decode and not any(model.decodes for model in models):
+        empty.append("decode")
+    if not empty:
+        return NoMember("no prefill rank and decode rank have one fingerprint and limits; run both pools with one model and release")
+    names = f"the {' and the '.join(empty)} pool"
+    if any(pool.is_draining(role) for role in empty):
+        return NoMember(f"{names} drains before it stops and takes no new request; start another rank, or try again once one is up")
+    return NoMember(f"{names} has no rank that could serve; start one or wait until one is ready")
+
+
+def _prefer(ranks: list[RankState], avoid: Collection[str], now: float) -> list[RankState]:
+    """Of `ranks` those that have not failed the request, of these those that do not cool down: each as long as anybody is left."""
+    if avoid:
+        ranks = [state for state in ranks if state.instance_id not in avoid] or ranks
+    return [state for state in ranks if state.cool_down.until <= now] or ranks

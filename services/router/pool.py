@@ -6,13 +6,11 @@ All of it is rebuilt from what fronts say when they join: a router holds nothing
 import asyncio
 import logging
 import re
-from collections.abc import Iterable
+from typing import NamedTuple
 
-import grpc.aio
-
-from proto.baton.v1 import common_pb2, prefill_pb2_grpc, registry_pb2
-from services.router.policy import CoolDown
+from proto.baton.v1 import common_pb2, prefill_pb2, registry_pb2
 from services.router.prefix_index import PrefixIndex
+from services.router.rank_state import RankState
 from services.router.session import Session
 from services.router.validate import Limits
 from services.runtime.config import ADDRESS_PATTERN
@@ -27,105 +25,28 @@ ROLES = ("prefill", "decode")
 _MAX_INDEX_PAGES = 65536  # of a rank that does not say how many pages it has
 
 
-class RankState:
-    """One engine incarnation: what its front said, what was sent there since."""
+class Model(NamedTuple):
+    """The usable ranks of one fingerprint and limits: only within one of these are ranks paired."""
 
-    def __init__(self, rank: common_pb2.Rank, member: registry_pb2.Member, channel: grpc.aio.Channel) -> None:
-        self.rank = rank
-        self.front_id = member.front_id
-        self.fingerprint = member.fingerprint
-        self.limits = Limits(member.limits.max_model_len, member.limits.vocab_size)
-        self.max_running = member.limits.max_running or 2**31
-        self.max_tokens = max((member.limits.num_pages - 1) * member.limits.page_size, 0) or 2**31  # one request's, in an empty pool
-        self.group = f"{member.front_id}/{rank.rank // max(member.ep, 1)}"
-        self.channel = channel
-        self.prefill = prefill_pb2_grpc.PrefillStub(channel) if rank.role == "prefill" else None
-        self.session: Session | None = None  # decode only
-        self.is_leaving = False
-        self.is_away = False  # its front's stream broke; it may dial again
-        self.cool_down = CoolDown()
-        self._load = registry_pb2.Load()
-        self._num_own_tokens = 0  # in flight there from this router
-        self._num_own_requests = 0
-        self._num_tokens_since = 0  # sent since the last report
-        self._num_requests_since = 0
-
-    @property
-    def instance_id(self) -> str:
-        return self.rank.instance_id
-
-    @property
-    def name(self) -> str:
-        return f"{self.rank.pool_address}/{self.rank.rank}"
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether new requests may be sent there."""
-        return not (self.is_leaving or self.is_away) and (self.session is None or self.session.is_usable)
-
-    @property
-    def model(self) -> tuple[str, Limits]:
-        """What two ranks must have in common to be paired."""
-        return self.fingerprint, self.limits
-
-    def report(self, load: registry_pb2.Load) -> None:
-        """A load report came: it includes what was sent before it."""
-        self._load = load
-        self._num_tokens_since = self._num_requests_since = 0
-
-    def begin(self, num_tokens: int) -> None:
-        """A request of `num_tokens` goes there."""
-        self._num_own_tokens += num_tokens
-        self._num_own_requests += 1
-        self._num_tokens_since += num_tokens
-        self._num_requests_since += 1
-
-    def end(self, num_tokens: int) -> None:
-        """It is over there."""
-        self._num_own_tokens -= num_tokens
-        self._num_own_requests -= 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Prefill: uncached tokens not yet computed; decode: tokens of running and claimed requests.
-
-        A report may be stale: our own count corrects it.
-        """
-        reported = self._load.num_queued_tokens if self.rank.role == "prefill" else self._load.num_running_tokens
-        return max(self._num_own_tokens, reported + self._num_tokens_since)
-
-    @property
-    def num_requests(self) -> int:
-        """Decode: running and claimed."""
-        return max(self._num_own_requests, self._load.num_running + self._load.num_claims + self._num_requests_since)
-
-    @property
-    def num_own_requests(self) -> int:
-        return self._num_own_requests
-
-    def renew(self, rank: common_pb2.Rank) -> None:
-        """The engine goes on under the new instance id of `rank`: what runs there stays."""
-        self.rank = rank
-        if self.session is not None:
-            self.session.renew(rank)
-
-    async def close(self) -> None:
-        """Tell everybody who waits for it: its session breaks, its calls are cancelled."""
-        if self.session is not None:
-            await self.session.close()
-        await self.channel.close()
+    key: tuple[str, Limits]
+    prefills: list[RankState]
+    decodes: list[RankState]
 
 
 class Pool:
     """All ranks of both roles."""
 
-    def __init__(self, router_id: str, security: Security) -> None:
+    def __init__(self, router_id: str, security: Security, prefix_wait_s: float = 1.0) -> None:
+        """`prefix_wait_s`: how long a prompt may wait behind others at a rank that holds its prefix."""
         self.router_id = router_id
         self._security = security
+        self._prefix_wait_s = prefix_wait_s
         self.index = PrefixIndex()
         self._ranks: dict[str, RankState] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._models: list[Model] | None = None  # as of the last change, once somebody has asked
+        self._limits: Limits | None = None
         self.model = ""
 
     def join(self, member: registry_pb2.Member) -> None:
@@ -161,11 +82,12 @@ class Pool:
         logger.warning("%s rank %s goes on as %s; it was %s", rank.role, state.name, rank.instance_id, former_id)
 
     def _add(self, rank: common_pb2.Rank, member: registry_pb2.Member) -> None:
-        state = RankState(rank, member, self._security.open_channel(rank.pool_address))
+        channel = self._security.open_channel(rank.pool_address)
+        slot = self.index.add(rank.instance_id, member.limits.num_pages or _MAX_INDEX_PAGES)
+        state = RankState(rank, member, channel, slot)
         if rank.role == "decode":
             state.session = Session(state.channel, self.router_id, rank, self.changed)
         self._ranks[rank.instance_id] = state
-        self.index.add(rank.instance_id, member.limits.num_pages or _MAX_INDEX_PAGES)
         self.model = member.model
         logger.info("%s rank %s joined as %s", rank.role, state.name, rank.instance_id)
 
@@ -175,6 +97,10 @@ class Pool:
             count_incident("load report ignored", common_pb2.STALE_INSTANCE)
         else:
             state.report(load)
+
+    def computed(self, state: RankState, reply: prefill_pb2.PrefillReply, num_prompt_tokens: int) -> None:
+        """`state` has computed a prompt: that tells how fast it is."""
+        state.prefilled(reply, num_prompt_tokens, self._prefix_wait_s)
 
     def leaving(self, front_id: str) -> None:
         """Nothing new goes there; what runs goes on."""
@@ -216,20 +142,35 @@ class Pool:
         """Ranks of `role` that take new requests."""
         return [state for state in self._ranks.values() if state.rank.role == role and state.is_usable]
 
+    def models(self) -> list[Model]:
+        """Every model that a usable rank serves. Asked for by every request, so worked out once a change; not to be written to."""
+        if self._models is None:
+            found: dict[tuple[str, Limits], Model] = {}
+            for role in ROLES:
+                for state in self.usable(role):
+                    model = found.setdefault(state.model, Model(state.model, [], []))
+                    (model.prefills if role == "prefill" else model.decodes).append(state)
+            self._models = list(found.values())
+        return self._models
+
     def pairable(self) -> set[tuple[str, Limits]]:
-        """Models that both roles serve: only within one of them are ranks paired."""
-        return {state.model for state in self.usable("prefill")} & {state.model for state in self.usable("decode")}
+        """Models that both roles serve."""
+        return {model.key for model in self.models() if model.prefills and model.decodes}
 
     def limits(self, fallback: Limits) -> Limits:
         """What every pair can take, so that any of them can serve and replay a request; `fallback` while there is none."""
-        models = self.pairable()
-        ranks: Iterable[RankState] = [state for state in self._ranks.values() if state.model in models]
-        lengths = [min(state.limits.max_model_len, state.max_tokens) for state in ranks]
-        sizes = [state.limits.vocab_size for state in ranks]
-        return Limits(min(lengths), min(sizes)) if lengths else fallback
+        if self._limits is None:
+            models = self.pairable()
+            states = [state for state in self._ranks.values() if state.model in models]
+            if not states:
+                return fallback
+            lengths = [min(state.limits.max_model_len, state.max_tokens) for state in states]
+            self._limits = Limits(min(lengths), min(state.limits.vocab_size for state in states))
+        return self._limits
 
     def changed(self) -> None:
-        """Wake everybody who waits for a rank."""
+        """Ranks came, went, opened or left: wake everybody who waits for one."""
+        self._models = self._limits = None
         self._changed.set()
         self._changed = asyncio.Event()
 

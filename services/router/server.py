@@ -97,7 +97,7 @@ class Router:
         template = load_template(folder, tokenizer, model.bos_token_id, model.eos_token_ids)
         limits = Limits(config.model.max_model_len or model.max_position_embeddings, model.vocab_size)
         security = Security.of(config.security)
-        self.pool = Pool(uuid.uuid4().hex, security)
+        self.pool = Pool(uuid.uuid4().hex, security, config.router.prefix_wait_s)
         self.dispatcher = Dispatcher(self.pool, config.router, tokenizer.token_bytes)
         self.servicer = GenerationServicer(self.pool, self.dispatcher, tokenizer, template, limits, model.eos_token_ids)
         self._server = Server(config.router.address, _SERVICES, security)

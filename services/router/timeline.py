@@ -6,7 +6,7 @@ from proto.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 from services.router.metrics import RECOVERIES
 from services.router.output import Ending, Output
 from services.router.pairing import Pair
-from services.router.pool import RankState
+from services.router.rank_state import RankState
 from services.router.validate import Request
 from services.runtime.telemetry import reason_name
 

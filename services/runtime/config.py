@@ -41,6 +41,7 @@ class RouterSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     retries: NonNegative = 3  # other pairs tried before a request fails
     max_backlog_tokens: Positive = 1000  # tokens a client may let pile up
     member_wait_s: Seconds = 60.0  # a stream with tokens out waits this long for a pool that became empty
+    prefix_wait_s: Seconds = 1.0  # of computing that a prompt waits for at a prefill rank that holds its prefix, rather than go elsewhere
     metrics: OptionalAddress = "127.0.0.1:0"  # /metrics, /livez and /readyz over HTTP; port 0 = any free one, "" = none
 
 

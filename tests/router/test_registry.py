@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from proto.baton.v1 import common_pb2, decode_pb2, registry_pb2, registry_pb2_grpc
-from services.router.pool import Pool, RankState
+from services.router.pool import Pool
+from services.router.rank_state import RankState
 from services.router.registry import RegistryServicer
 from services.runtime.serve import Server
 from services.runtime.telemetry import INCIDENTS
@@ -54,7 +55,8 @@ async def test_a_renewed_rank_keeps_its_session_counts_and_cache(tmp_path: Path)
         await until(lambda: decode.instance_id in world.usable("decode"), "the rank is there under its new id")
         assert state_of(world, decode) is state and state.session is session and state.instance_id == decode.instance_id
         assert state.num_own_requests == 1 and former not in world.router.pool._ranks
-        assert world.router.pool.index.num_pages(decode.instance_id) == 2 and world.router.pool.index.num_pages(former) == 0
+        index = world.router.pool.index
+        assert index.num_pages(decode.instance_id, "approximate") == 2 and index.num_pages(former, "approximate") == 0
         decode.updates.put_nowait(registry_pb2.MemberUpdate(member=decode.member(rank)))  # a front says it again with every change
         go_on.set()
         assert (await answer).token_ids == ids_of("abcdef") and len(decode.sessions) == 1
