@@ -2,15 +2,17 @@
 
     python -m services.runtime.cluster up --config deploy/dev.toml [--prefill 2 --decode 2 --routers 1 --ranks-per-node 1]
     python -m services.runtime.cluster scale prefill=3 decode=1
+    python -m services.runtime.cluster recommend --ttft-ms 500 --itl-ms 50
 
 `up` keeps it running: Ctrl-C, SIGTERM or SIGHUP drains it. `scale` speaks with the `up` of the same folder, through `.run/control.sock`.
+`recommend` measures for a while and says which `scale` would meet the targets; it changes nothing.
 """
 
 import argparse
 import asyncio
 from collections.abc import Callable, Sequence
 
-from services.runtime import control
+from services.runtime import control, recommend
 from services.runtime.config import add_config_arguments, program_name
 from services.runtime.errors import ConfigError, Interrupted
 from services.runtime.keeper import Keeper
@@ -78,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--join", action="append", default=[], metavar="HOST:PORT", help="a router elsewhere that the fronts join as well")
     scale = _add(commands, "scale", _scale, "change the pools of the cluster that `up` keeps running")
     scale.add_argument("targets", nargs="+", metavar="POOL=N", help="prefill=N or decode=N: ranks that the pool is to have")
+    recommend.add_arguments(_add(commands, "recommend", recommend.main, "say how many ranks each pool should have, and why"))
     return parser
 
 
