@@ -24,11 +24,12 @@ import torch
 
 from services.decode.fetch import Fetcher
 from services.decode.forward import DecodeForward
+from services.decode.load import LoadReporter
 from services.decode.loop import DecodeLoop
 from services.decode.messages import Cancel, Command, Event, MoveCommand, MoveStart, SessionLost, Stop, Submit
 from services.kv.fault_control import fault_plan
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
-from services.kv.pages import HolderKind
+from services.kv.metrics import MAX_RUNNING
 from services.kv.rank_kv import RankKv, open_rank_kv
 from services.model.config import load_config as load_model_config
 from services.model.config import max_model_len
@@ -36,10 +37,9 @@ from services.model.loader import revision, stream_weights
 from services.model.params import SAMPLER_VERSION
 from services.runtime.config import Config
 from services.runtime.engine import StepClock, run_engine
-from services.runtime.ipc import EngineChannel, RankLoad, Up
+from services.runtime.ipc import EngineChannel, Up
 
 _IDLE_PAUSE_S = 0.002
-_LOAD_S = 0.1  # at most one report in this time
 _MAX_INBOX = 10_000  # items that wait for the main loop, beyond which commands wait in the front's queue, which has a bound of its own
 
 
@@ -54,8 +54,7 @@ class HandoffThread(threading.Thread):
         super().__init__(name="handoff", daemon=True)
         self._channel, self._kv, self._fetcher, self._loop = channel, kv, fetcher, loop
         self._clock, self._on_renewed = clock, on_renewed
-        self._load: RankLoad | None = None
-        self._load_said_at = 0.0
+        self._load = LoadReporter(kv, fetcher, loop, channel.send)
 
     def run(self) -> None:
         """Until Stop."""
@@ -78,7 +77,7 @@ class HandoffThread(threading.Thread):
         self._fetcher.tick()
         if former := self._kv.renew_if_due():
             self._on_renewed(former)
-        self._report_load()
+        self._load.report()
         if busy:
             time.sleep(self._kv.exchange.pause_s)
         return True
@@ -103,22 +102,6 @@ class HandoffThread(threading.Thread):
                 self._fetcher.session_lost(command)
             self._loop.inbox.put(command)
 
-    def _report_load(self) -> None:
-        now = time.monotonic()
-        if now - self._load_said_at < _LOAD_S:
-            return
-        self._load_said_at = now
-        with self._kv.lock:
-            num_available, num_leased = self._kv.pool.num_available, self._kv.pool.pages.num_holds(HolderKind.LEASE)
-        scheduler = self._loop.scheduler
-        load = RankLoad(
-            num_free_pages=num_available, num_claims=self._fetcher.num_claims, num_running=len(scheduler), num_queued_tokens=0,
-            num_leased_pages=num_leased, step_us=int(self._loop.step_s * 1e6), num_running_tokens=scheduler.num_running_tokens,
-        )
-        if load != self._load:
-            self._load = load
-            self._channel.send(load)
-
 
 def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clock: StepClock) -> None:
     """Load, warm up, say Up, serve until Stop. Raises SetupError when it cannot start."""
@@ -142,6 +125,7 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
         num_claims=lambda: fetcher.num_claims,
     )
     loop.warm_up()
+    MAX_RUNNING.set(section.max_running)
 
     def say_up(former_instance_id: str = "") -> None:
         channel.send(Up(

@@ -28,10 +28,12 @@ from services.decode.messages import (
     Submit,
     TransferTimes,
 )
+from services.decode.metrics import transferred
 from services.decode.request import Request, RequestState
 from services.kv.layout import PAGE_SIZE
 from services.kv.lease import LeaseEnded
 from services.kv.messages import HandoffState
+from services.kv.metrics import HIT_TOKENS, QUERY_TOKENS
 from services.kv.peers import Peers
 from services.kv.pull import PullState, PullStats
 from services.kv.puller import PullCaughtUp, PullEnded
@@ -182,6 +184,8 @@ class Fetcher:
             return False
         request.pages = cached + pool.take(num_wanted, request.holder)
         request.num_cached_pages = len(cached)
+        HIT_TOKENS.inc(PAGE_SIZE * len(cached))
+        QUERY_TOKENS.inc(request.num_handed_over)
         return True
 
     # ---- ends
@@ -210,6 +214,7 @@ class Fetcher:
             transport=self._kv.transport.stats.ucx,
         )
         self._emit(Ready(request.session, request.handle, request.num_output_tokens - 1, first, times))
+        transferred(times)
         self._deliver(request)
 
     def _check_deadlines(self) -> None:

@@ -24,12 +24,14 @@ from services.decode.messages import (
     StepOut,
     Stop,
 )
+from services.decode.metrics import PREEMPTIONS, stepped
 from services.decode.moves import Moves
 from services.decode.request import Logprobs, Request, RequestState
 from services.decode.sampler import BatchSampler, Chosen
 from services.decode.scheduler import Scheduler, finish_reason
 from services.kv.lease import LeaseEnded
 from services.kv.messages import FINISHED
+from services.kv.metrics import BUSY_SECONDS
 from services.kv.pages import Holder, HolderKind
 from services.kv.rank_kv import RankKv
 from services.runtime.engine import StepClock
@@ -165,8 +167,12 @@ class DecodeLoop:
         self.scheduler.admit()
         self._take_pages()
         batch = self.scheduler.batch()
-        if not batch:
-            return
+        if batch:
+            began = self._now()
+            self._step(batch)
+            BUSY_SECONDS.inc(self._now() - began)
+
+    def _step(self, batch: Sequence[Request]) -> None:
         try:
             chosen = self._compute(batch)
         except Exception as error:
@@ -182,6 +188,7 @@ class DecodeLoop:
                 rows.append((request, token))
         self._append(rows)
         self._say(rows)
+        stepped([request for request, _ in rows], self._now(), self.step_s)
         for request, _ in rows:
             self._finish_if_over(request)
 
@@ -264,6 +271,7 @@ class DecodeLoop:
         """Its final pages stay in the prefix cache, evictable; the caller holds the lock."""
         message = f"preempted after {request.num_output_tokens} output tokens: no page was free for the requests admitted before it"
         self._release(request, common_pb2.PREEMPTED, message)
+        PREEMPTIONS.inc()
         self._emit(Failed(request.session, request.handle, common_pb2.PREEMPTED, message))
 
     def _leave(self, request: Request, reason: int, message: str) -> None:

@@ -1,7 +1,13 @@
 """What a decode engine tells Prometheus besides services/kv/metrics.py. An autoscaler wants claims, used pages, ITL and accept length."""
 
+from collections import Counter as CountOf
+from collections.abc import Sequence
+
 from prometheus_client import Counter, Gauge
 
+from services.decode.messages import TransferTimes
+from services.decode.request import Request
+from services.kv.metrics import STEP_SECONDS
 from services.runtime.histogram import ITL_BUCKETS, BatchHistogram
 
 _TRANSFER_BUCKETS = (
@@ -26,3 +32,24 @@ TRANSFER_EXPOSED_SECONDS = BatchHistogram(
     "baton_transfer_exposed_seconds", "Of those, seconds after all was computed and announced: what a request waited for its pages alone",
     _TRANSFER_BUCKETS,
 )
+
+
+def stepped(requests: Sequence[Request], now: float, step_s: float) -> None:
+    """Each of `requests` got a token from a step that is over `now`, after `step_s`."""
+    STEP_SECONDS.observe(step_s)
+    for last_at, number in CountOf([request.stepped_at for request in requests]).items():
+        if last_at:  # nearly always the same for all of them
+            ITL_SECONDS.observe(now - last_at, number)
+    for request in requests:
+        request.stepped_at = now
+    ACCEPT_LENGTH.observe(1.0, len(requests))
+    TOKENS.inc(len(requests))
+
+
+def transferred(times: TransferTimes) -> None:
+    """A hand-off is ready."""
+    TRANSFER_BYTES.inc(times.num_bytes)
+    TRANSFER_PAGES.inc(times.num_pages)
+    if times.num_pages:
+        TRANSFER_SECONDS.observe(times.read_us / 1e6)
+        TRANSFER_EXPOSED_SECONDS.observe(times.exposed_us / 1e6)

@@ -65,6 +65,7 @@ class Request:
         self.latest = Logprobs()  # of the last token known
         self.newest_attempt = spec.key.attempt  # this one, or the last one that it was to move to
         self.ready_at = 0.0
+        self.stepped_at = 0.0  # the end of its latest step
         self.digests = page_digests(self.token_ids, spec.salt)  # of every page that is final
 
     @property

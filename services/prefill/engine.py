@@ -76,8 +76,8 @@ class PrefillEngine:
         self.scheduler = Scheduler(
             kv.pool, chunk_tokens=section.chunk_tokens, max_running=section.max_running, max_queued=section.max_queued
         )
-        self._load = LoadReporter(kv, self.scheduler, channel.send, clock, token_s)
         self._requests = Requests()  # QUEUED and COMPUTING
+        self._load = LoadReporter(kv, self.scheduler, self._requests.waiting_since, channel.send, clock, token_s)
         self._leased: set[RequestKey] = set()  # a choice each
         self._busy = False  # the last turn ran a forward
         self._unchecked = False  # something happened since the last integrity check

@@ -7,6 +7,7 @@ from services.kv.hash import ROOT, page_digest, page_digests
 from services.kv.kv_pool import KvPool
 from services.kv.layout import PAGE_SIZE
 from services.kv.messages import PeerRank, RequestKey
+from services.kv.metrics import HIT_TOKENS, QUERY_TOKENS
 from services.prefill.messages import Run
 from services.prefill.scheduler import Prompt
 
@@ -43,6 +44,8 @@ class Request:
         """Its pages are here; those found in the prefix cache need no storing."""
         self.admitted_at = self.clock()
         self.num_stored = self.prompt.num_computed // PAGE_SIZE
+        QUERY_TOKENS.inc(self.prompt.num_tokens)
+        HIT_TOKENS.inc(self.prompt.num_cached)
 
     @property
     def queue_us(self) -> int:
@@ -92,6 +95,10 @@ class Requests:
     def all(self) -> list[Request]:
         """In the order of their arrival."""
         return list(self._by_run.values())
+
+    def waiting_since(self) -> float | None:
+        """When the oldest request that was not admitted yet came; None when there is none."""
+        return next((request.queued_at for request in self._by_run.values() if not request.admitted_at), None)
 
     def __getitem__(self, run_key: RequestKey) -> Request:
         return self._by_run[run_key]

@@ -92,7 +92,7 @@ class Scheduler:
     def __init__(self, pages: Pages, *, chunk_tokens: int, max_running: int, max_queued: int) -> None:
         self._pages = pages
         self._chunk_tokens = chunk_tokens
-        self._max_running = max_running
+        self.max_running = max_running
         self._max_queued = max_queued
         self._queued: deque[Prompt] = deque()
         self._computing: dict[RequestKey, Prompt] = {}  # in the order of admission
@@ -180,7 +180,7 @@ class Scheduler:
 
     def _may_admit(self, budget: int) -> bool:
         """Whether the head of the queue is worth admitting now: for less than a page it would only pin pages and miss the cache."""
-        if not self._queued or len(self._computing) >= self._max_running:
+        if not self._queued or len(self._computing) >= self.max_running:
             return False
         return budget >= min(PAGE_SIZE, self._chunk_tokens, self._queued[0].num_left)
 

@@ -17,7 +17,7 @@ def main() -> None:
     async def run(stopping: asyncio.Event) -> None:
         config = load_config(arguments.config, arguments.set)
         setup_logging("router", config.log.level)
-        await Router(config).run(stopping, arguments.address_file)
+        await Router(config).run(stopping, arguments.address_file, arguments.metrics_file)
 
     run_process(run)
 

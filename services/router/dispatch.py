@@ -27,6 +27,7 @@ from proto.baton.v1 import common_pb2, generation_pb2
 from services.router.choice import Choice, begin
 from services.router.legs import Failure, Ticket, sampling_message
 from services.router.mailbox import Event, Mailbox, TimerFired
+from services.router.metrics import ROUTING_SECONDS, RUNNING
 from services.router.output import Output
 from services.router.pairing import Pair, choose_pair, choose_reader, need_of
 from services.router.pool import Pool
@@ -62,6 +63,7 @@ class Dispatcher:
             in_flight = f"{self.num_requests} requests are in flight, a choice counted as one"
             raise Overloaded(f"{in_flight}; {request.n} more would be beyond the router's max_requests {self._section.max_requests}")
         self.num_requests += request.n
+        RUNNING.inc()
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         write = write if request.n == 1 else _one_at_a_time(write)
         lives = [self._life(request, choice, write, deadline) for choice in range(request.n)]
@@ -77,6 +79,7 @@ class Dispatcher:
             for life in lives:
                 life.choice.close(common_pb2.CANCELLED)
             self.num_requests -= request.n
+            RUNNING.dec()
 
     def _life(self, request: Request, choice: int, write: Write, deadline: float | None) -> "_Life":
         output, record = Output(request, self._token_bytes, choice), TimelineRecord(request, choice)
@@ -163,8 +166,11 @@ class _Life:
             num_sent = self._output.num_tokens
             model = self.choice.prefill.state.model if num_sent and self.choice.prefill is not None else None
             need = need_of(self._ticket.request, num_sent, model, self._ticket.avoid)
+            began = time.perf_counter()
             try:
-                return choose_pair(self._ticket.pool, need)
+                pair = choose_pair(self._ticket.pool, need)
+                ROUTING_SECONDS.observe(time.perf_counter() - began)
+                return pair
             except NoMember:
                 if not num_sent or time.monotonic() >= give_up_at:
                     raise
@@ -215,7 +221,7 @@ class _Life:
         delta = self._output.take_delta()
         if delta is not None:
             await self._write(delta)
-            self._record.shown()
+            self._record.shown(len(delta.delta.token_ids))
 
     async def _recover(self, failure: Failure, failed_at: float) -> None:
         """State 8: returns when another attempt has begun, raises what the client gets otherwise."""

@@ -16,12 +16,14 @@ from proto.baton.v1 import generation_pb2, generation_pb2_grpc, registry_pb2_grp
 from services.model.config import load_config as load_model_config
 from services.router.chat import ChatTemplate
 from services.router.dispatch import Dispatcher
+from services.router.metrics import RANKS, counted
 from services.router.pool import ROLES, Pool
 from services.router.registry import RegistryServicer
 from services.router.tokenizer import Tokenizer, load_template, load_tokenizer
 from services.router.validate import Limits, Request, validate
 from services.runtime.config import Config
 from services.runtime.errors import BatonError, CheckpointError, NoMember
+from services.runtime.metrics import loop_metrics
 from services.runtime.process import say, write_whole
 from services.runtime.security import Security
 from services.runtime.serve import Server, abort, cancel
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 _SERVICES = ("baton.v1.Generation", "baton.v1.Registry")
 _DRAIN_S = 30.0  # running requests get this long after SIGTERM
 _NUM_TOKENIZER_THREADS = 2
+_NO_PAIR = "no prefill rank and decode rank that could be paired are known"
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
@@ -53,11 +56,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
+        deadline_s = _deadline_s(context)
         try:
-            if self.is_stopping:
-                raise NoMember("this router is stopping; ask another replica")
-            checked = await self.check(request)
-            await self._dispatcher.run(checked, context.write, _deadline_s(context))
+            with counted(deadline_s):
+                if self.is_stopping:
+                    raise NoMember("this router is stopping; ask another replica")
+                checked = await self.check(request)
+                await self._dispatcher.run(checked, context.write, deadline_s)
         except BatonError as error:
             await abort(context, error)
 
@@ -100,6 +105,8 @@ class Router:
         self.pool = Pool(uuid.uuid4().hex, security, config.router.prefix_wait_s)
         self.dispatcher = Dispatcher(self.pool, config.router, tokenizer.token_bytes)
         self.servicer = GenerationServicer(self.pool, self.dispatcher, tokenizer, template, limits, model.eos_token_ids)
+        self._metrics_address = config.router.metrics
+        self._why_not_ready = _NO_PAIR
         self._server = Server(config.router.address, _SERVICES, security)
         self._server.add(generation_pb2_grpc.add_GenerationServicer_to_server, self.servicer)
         self._server.add(registry_pb2_grpc.add_RegistryServicer_to_server, RegistryServicer(self.pool))
@@ -114,8 +121,12 @@ class Router:
         await self._server.start()
         logger.info("router %s listens on %s", self.pool.router_id, self.address)
 
-    async def run(self, stopping: asyncio.Event, address_file: Path | None = None) -> None:
-        """Start, tell `address_file` where, serve until `stopping`, finish what runs, leave."""
+    async def run(self, stopping: asyncio.Event, address_file: Path | None = None, metrics_file: Path | None = None) -> None:
+        """Start, tell the files where gRPC and metrics are, serve until `stopping`, finish what runs, leave. Raises SetupError."""
+        async with loop_metrics(self._metrics_address, metrics_file, lambda: self._why_not_ready):
+            await self._run(stopping, address_file)
+
+    async def _run(self, stopping: asyncio.Event, address_file: Path | None) -> None:
         await self.start()
         if address_file is not None:
             write_whole(address_file, self.address)
@@ -130,14 +141,21 @@ class Router:
     async def watch_health(self) -> None:
         """SERVING exactly while some prefill rank and some decode rank can be paired."""
         while True:
-            await self._server.set_serving(bool(self.pool.pairable()))
+            await self._set_ready("" if self.pool.pairable() else _NO_PAIR)
+            for role in ROLES:
+                RANKS.labels(role).set(len(self.pool.usable(role)))
             with contextlib.suppress(TimeoutError):
                 await self.pool.wait_changed(1.0)
+
+    async def _set_ready(self, why_not: str) -> None:
+        """gRPC health and /readyz say the same."""
+        self._why_not_ready = why_not
+        await self._server.set_serving(not why_not)
 
     async def stop(self, drain_s: float) -> None:
         """No new requests; those that run get `drain_s`."""
         self.servicer.is_stopping = True
-        await self._server.set_serving(False)
+        await self._set_ready("the router drains")
         if self.dispatcher.num_requests and drain_s:
             say(f"draining: what runs gets {drain_s:g} s at most; a second Ctrl-C ends it at once")
         give_up_at = time.monotonic() + drain_s

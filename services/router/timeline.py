@@ -3,7 +3,7 @@
 import time
 
 from proto.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
-from services.router.metrics import RECOVERIES
+from services.router.metrics import CACHED_TOKENS, ITL_SECONDS, OUTPUT_TOKENS, PROMPT_TOKENS, RECOVERIES, TTFT_SECONDS
 from services.router.output import Ending, Output
 from services.router.pairing import Pair
 from services.router.rank_state import RankState
@@ -65,16 +65,26 @@ class TimelineRecord:
         self._message.queue_us = _us(self._called_at - self._received_at) + reply.queue_us
         self._message.prefill_us = reply.compute_us
         self._num_cached_tokens = min(reply.num_cached_tokens, len(self._request.prompt_ids))
+        if self._choice == 0:
+            CACHED_TOKENS.inc(self._num_cached_tokens)
 
     def ready(self, ready: decode_pb2.Ready) -> None:
         """Decode has all pages."""
         self._ready_at = self._ready_at or time.monotonic()
         self._message.transfer.CopyFrom(ready.transfer)
 
-    def shown(self) -> None:
-        """Tokens went to the client."""
-        self._last_at = time.monotonic()
-        self._first_at = self._first_at or self._last_at
+    def shown(self, num_tokens: int) -> None:
+        """Text and `num_tokens` tokens went to the client."""
+        now, last_at = time.monotonic(), self._last_at
+        self._last_at = now
+        if self._first_at and num_tokens:
+            ITL_SECONDS.observe((now - last_at) / num_tokens, num_tokens)
+        elif not self._first_at:
+            self._first_at = now
+            if self._choice == 0:  # once a request
+                TTFT_SECONDS.observe(now - self._received_at)
+                PROMPT_TOKENS.inc(len(self._request.prompt_ids))
+        OUTPUT_TOKENS.inc(num_tokens)
 
     def drafts(self, num_accepted: int) -> None:
         self._message.num_accepted_drafts += num_accepted

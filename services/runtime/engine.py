@@ -12,7 +12,9 @@ from typing import Any
 from services.runtime.config import Config, argument_parser, load_config
 from services.runtime.errors import SetupError
 from services.runtime.ipc import EngineChannel, Heartbeat, StartFailed
-from services.runtime.process import die_with_parent
+from services.runtime.metrics import MetricsServer, serve_metrics
+from services.runtime.process import die_with_parent, write_whole
+from services.runtime.supervisor import is_stuck
 from services.runtime.telemetry import setup_logging
 
 _BEAT_S = 0.5
@@ -75,6 +77,9 @@ def run_engine(role: str, command_type: Any, body: Callable[[Config, int, Engine
         config = load_config(arguments.config, arguments.set)
         setup_logging(f"{role}/{arguments.rank}", config.log.level)
         heartbeat.start()
+        metrics = _serve_metrics(rank_address(config, role, arguments.rank), channel, clock)
+        if arguments.metrics_file is not None and metrics.address:
+            write_whole(arguments.metrics_file.with_name(f"{arguments.metrics_file.name}.{arguments.rank}"), metrics.address)
         body(config, arguments.rank, channel, clock)
     except SetupError as error:
         channel.send(StartFailed(str(error)))
@@ -95,3 +100,18 @@ def run_engine(role: str, command_type: Any, body: Callable[[Config, int, Engine
 def _beat(channel: EngineChannel[Any, Any], clock: StepClock, over: threading.Event) -> None:
     while not over.wait(_BEAT_S):
         channel.send(clock.beat())
+
+
+def rank_address(config: Config, role: str, rank: int) -> str:
+    """Where a rank's metrics are served: at its front's port + 1 + rank, or at any free one, or nowhere ("")."""
+    section = {"prefill": config.prefill, "decode": config.decode}.get(role)
+    host, _, port = (section.metrics if section is not None else "").rpartition(":")
+    return f"{host}:{int(port) + 1 + rank if int(port) else 0}" if host else ""
+
+
+def _serve_metrics(address: str, channel: EngineChannel[Any, Any], clock: StepClock) -> MetricsServer:
+    def is_live() -> str:
+        beat = clock.beat()
+        return f"a forward runs for {beat.step_s:.1f} s, a hand-off turn for {beat.handoff_s:.1f} s" if is_stuck(beat) else ""
+
+    return serve_metrics(address, is_live, lambda: is_live() if channel.is_up else "the rank loads")

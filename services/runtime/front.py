@@ -20,6 +20,7 @@ from services.runtime.config import Config, PoolSection, argument_parser, load_c
 from services.runtime.health import HealthBoard
 from services.runtime.ipc import RankLoad, Up
 from services.runtime.membership import Membership
+from services.runtime.metrics import loop_metrics
 from services.runtime.process import die_with_parent, run_process, say, write_whole
 from services.runtime.security import Security
 from services.runtime.serve import WIRE_VERSION, Server, first_of
@@ -92,6 +93,12 @@ class Front:
             await first_of(self._supervisor.run(), self._membership.run(), self._health.run(), self._drain_when(stopping))
         finally:
             await self._server.stop(0.5)
+
+    def why_not_ready(self) -> str:
+        """Readiness, as gRPC health has it: "" while any rank is up and nothing drains; any thread may ask."""
+        if self._draining:
+            return "the front drains"
+        return "" if self._instances else "no rank is up"
 
     async def _drain_when(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
@@ -201,11 +208,12 @@ def run_front(
     async def body(stopping: asyncio.Event) -> None:
         config = load_config(arguments.config, arguments.set)
         setup_logging(role, config.log.level)
+        section = config.prefill if role == "prefill" else config.decode
         front = Front(
             role=role, module=f"services.{role}.engine", services=[service], event_type=event_type, config=config,
-            section=config.prefill if role == "prefill" else config.decode, arguments=sys.argv[1:], pool=pool(config),
-            address_file=arguments.address_file,
+            section=section, arguments=sys.argv[1:], pool=pool(config), address_file=arguments.address_file,
         )
-        await front.run(stopping)
+        async with loop_metrics(section.metrics, arguments.metrics_file, front.why_not_ready):
+            await front.run(stopping)
 
     run_process(body)

@@ -164,9 +164,11 @@ class EngineChannel(Generic[Command, Event]):
         self._decoder = msgspec.msgpack.Decoder(command_type)
         self._encoder = msgspec.msgpack.Encoder()
         self._send_lock = threading.Lock()
+        self.is_up = False  # Up was sent
 
     def send(self, event: Event) -> None:
         """Send `event`; thread-safe. Raises EngineError when the front reads no more."""
+        self.is_up = self.is_up or isinstance(event, Up)
         frame = self._encoder.encode(event)
         with self._send_lock:
             try:

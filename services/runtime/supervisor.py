@@ -100,7 +100,7 @@ class RankProcess:
                 raise SetupError(event.message)
             if isinstance(event, Heartbeat):
                 self._last_beat = time.monotonic()
-                self._stuck = _is_stuck(event.step_s, event.predicted_s) or _is_stuck(event.handoff_s, event.handoff_predicted_s)
+                self._stuck = is_stuck(event)
                 continue
             if isinstance(event, Up):
                 self.up, self.was_up, self._last_beat = event, True, time.monotonic()
@@ -126,8 +126,10 @@ class RankProcess:
             await asyncio.to_thread(self._process.wait)
 
 
-def _is_stuck(seconds: float, predicted_s: float) -> bool:
-    return seconds > max(STEP_S, 10 * predicted_s)
+def is_stuck(beat: Heartbeat) -> bool:
+    """Whether the engine's forward, or its hand-off thread's turn, takes too long."""
+    pairs = (beat.step_s, beat.predicted_s), (beat.handoff_s, beat.handoff_predicted_s)
+    return any(seconds > max(STEP_S, 10 * predicted_s) for seconds, predicted_s in pairs)
 
 
 def _start_process(command: Sequence[str]) -> "subprocess.Popen[bytes]":
