@@ -27,7 +27,7 @@ from proto.baton.v1 import common_pb2, generation_pb2
 from services.router.choice import Choice, begin
 from services.router.legs import Failure, Ticket, sampling_message
 from services.router.mailbox import Event, Mailbox, TimerFired
-from services.router.metrics import ROUTING_SECONDS, RUNNING
+from services.router.metrics import RUNNING
 from services.router.output import Output
 from services.router.pairing import Pair, choose_pair, choose_reader, need_of
 from services.router.pool import Pool
@@ -166,11 +166,8 @@ class _Life:
             num_sent = self._output.num_tokens
             model = self.choice.prefill.state.model if num_sent and self.choice.prefill is not None else None
             need = need_of(self._ticket.request, num_sent, model, self._ticket.avoid)
-            began = time.perf_counter()
             try:
-                pair = choose_pair(self._ticket.pool, need)
-                ROUTING_SECONDS.observe(time.perf_counter() - began)
-                return pair
+                return choose_pair(self._ticket.pool, need)
             except NoMember:
                 if not num_sent or time.monotonic() >= give_up_at:
                     raise

@@ -123,7 +123,7 @@ class Router:
 
     async def run(self, stopping: asyncio.Event, address_file: Path | None = None, metrics_file: Path | None = None) -> None:
         """Start, tell the files where gRPC and metrics are, serve until `stopping`, finish what runs, leave. Raises SetupError."""
-        async with loop_metrics(self._metrics_address, metrics_file, lambda: self._why_not_ready):
+        async with loop_metrics(self._metrics_address, metrics_file, self.why_not_ready):
             await self._run(stopping, address_file)
 
     async def _run(self, stopping: asyncio.Event, address_file: Path | None) -> None:
@@ -146,6 +146,10 @@ class Router:
                 RANKS.labels(role).set(len(self.pool.usable(role)))
             with contextlib.suppress(TimeoutError):
                 await self.pool.wait_changed(1.0)
+
+    def why_not_ready(self) -> str:
+        """Readiness, as gRPC health has it: "" while some pair of ranks can be made; any thread may ask."""
+        return self._why_not_ready
 
     async def _set_ready(self, why_not: str) -> None:
         """gRPC health and /readyz say the same."""
