@@ -1,6 +1,6 @@
 """A request's way through the cluster (DESIGN.md section 3): one prefill for its n choices, then one coroutine a choice for its whole life.
 
-1 ADMITTED    validated and within bounds; `started` tells the client its id and seed
+1 ADMITTED    validated, and let in by gate.py, perhaps after a wait; `started` tells the client its id and seed
 2 PAIRED      policy chose a decode rank for each choice, and one prefill rank of the same fingerprint
 3 SUBMITTED   each decode rank booked a claim, over its session (not when the next token is the last one)
 4 PREFILLING  Prefill.Run names the decode ranks as readers of the pages
@@ -25,9 +25,9 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 
 from proto.baton.v1 import common_pb2, generation_pb2
 from services.router.choice import Choice, begin
+from services.router.gate import Gate
 from services.router.legs import Failure, Ticket, sampling_message
 from services.router.mailbox import Event, Mailbox, TimerFired
-from services.router.metrics import RUNNING
 from services.router.output import Output
 from services.router.pairing import Pair, choose_pair, choose_reader, need_of
 from services.router.pool import Pool
@@ -46,40 +46,52 @@ _SETTLE_S = 1.0  # after the last token: for figures still under way
 
 
 class Dispatcher:
-    """Runs requests against the pool; holds nothing but the number of choices in flight."""
+    """Runs requests against the pool; holds nothing but who runs and who waits."""
 
     def __init__(self, pool: Pool, section: RouterSection, token_bytes: Sequence[bytes]) -> None:
         self._pool = pool
         self._section = section
         self._token_bytes = token_bytes
-        self.num_requests = 0  # each choice counts as one
+        self._gate = Gate(pool, section)
+
+    @property
+    def num_requests(self) -> int:
+        """Running; each choice counts as one."""
+        return self._gate.num_running
+
+    @property
+    def num_queued(self) -> int:
+        """Waiting, likewise."""
+        return self._gate.num_queued
+
+    def stop(self) -> None:
+        """Nobody is let in any more: who waits is refused, what runs goes on."""
+        self._gate.close()
 
     async def run(self, request: Request, write: Write, deadline_s: float | None = None) -> None:
         """Serve `request`, giving every message for the client to `write`; `deadline_s` from now.
 
         Raises a BatonError when it cannot be finished; tokens already written stay valid. Cancelling cancels it everywhere.
         """
-        if self.num_requests + request.n > self._section.max_requests:
-            in_flight = f"{self.num_requests} requests are in flight, a choice counted as one"
-            raise Overloaded(f"{in_flight}; {request.n} more would be beyond the router's max_requests {self._section.max_requests}")
-        self.num_requests += request.n
-        RUNNING.inc()
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        admission = await self._gate.enter(request, deadline)
         write = write if request.n == 1 else _one_at_a_time(write)
         lives = [self._life(request, choice, write, deadline) for choice in range(request.n)]
         try:
             with _slow_client_ends([life.mailbox for life in lives], self._section.max_backlog_tokens):
                 lives[0].check_deadline()
-                begin([life.choice for life in lives], await lives[0].pair())
+                begin([life.choice for life in lives], await lives[0].pair())  # waits for nobody: no token was sent
+                admission.booked()
                 await write(generation_pb2.GenerateReply(started=generation_pb2.Started(
                     request_id=request.request_id, seed=request.params.seed, num_prompt_tokens=len(request.prompt_ids),
                 )))
                 await _run_all(lives)
+                self._gate.learn(request, lives[0].num_cached_tokens, sum(life.num_output_tokens for life in lives))
         finally:
             for life in lives:
                 life.choice.close(common_pb2.CANCELLED)
-            self.num_requests -= request.n
-            RUNNING.dec()
+            num_uncached_tokens = len(request.prompt_ids) - lives[0].num_cached_tokens
+            admission.leave(num_uncached_tokens, sum(life.num_output_tokens for life in lives))
 
     def _life(self, request: Request, choice: int, write: Write, deadline: float | None) -> "_Life":
         output, record = Output(request, self._token_bytes, choice), TimelineRecord(request, choice)
@@ -158,6 +170,15 @@ class _Life:
             raise
         finally:
             self.choice.close(common_pb2.SLOW_CLIENT if self.mailbox.overflowed else reason)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, as prefill told."""
+        return self._record.num_cached_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._output.num_tokens
 
     async def pair(self) -> Pair:
         """State 2. With no token sent nobody waits for a rank; a stream with tokens out waits `member_wait_s`."""

@@ -6,6 +6,7 @@ All of it is rebuilt from what fronts say when they join: a router holds nothing
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from proto.baton.v1 import common_pb2, prefill_pb2, registry_pb2
@@ -47,6 +48,7 @@ class Pool:
         self._changed = asyncio.Event()
         self._models: list[Model] | None = None  # as of the last change, once somebody has asked
         self._limits: Limits | None = None
+        self.on_room: Callable[[], None] = lambda: None  # runs whenever ranks may take more than before
         self.model = ""
 
     def join(self, member: registry_pb2.Member) -> None:
@@ -84,7 +86,7 @@ class Pool:
     def _add(self, rank: common_pb2.Rank, member: registry_pb2.Member) -> None:
         channel = self._security.open_channel(rank.pool_address)
         slot = self.index.add(rank.instance_id, member.limits.num_pages or _MAX_INDEX_PAGES)
-        state = RankState(rank, member, channel, slot)
+        state = RankState(rank, member, channel, slot, on_room=lambda: self.on_room())
         if rank.role == "decode":
             state.session = Session(state.channel, self.router_id, rank, self.changed)
         self._ranks[rank.instance_id] = state
@@ -97,6 +99,7 @@ class Pool:
             count_incident("load report ignored", common_pb2.STALE_INSTANCE)
         else:
             state.report(load)
+            self.on_room()
 
     def computed(self, state: RankState, reply: prefill_pb2.PrefillReply, num_prompt_tokens: int) -> None:
         """`state` has computed a prompt: that tells how fast it is."""
@@ -173,6 +176,7 @@ class Pool:
         self._models = self._limits = None
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_room()
 
     async def wait_changed(self, timeout_s: float | None = None) -> None:
         """Until ranks come, go, open or leave. Raises TimeoutError."""

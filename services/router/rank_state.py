@@ -1,5 +1,7 @@
 """One rank as the router knows it: what its front said, what was sent there since, and how loaded it is believed to be."""
 
+from collections.abc import Callable
+
 import grpc.aio
 
 from proto.baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
@@ -11,8 +13,10 @@ from services.router.validate import Limits
 class RankState:
     """One engine incarnation: what its front said, what was sent there since."""
 
-    def __init__(self, rank: common_pb2.Rank, member: registry_pb2.Member, channel: grpc.aio.Channel, slot: int) -> None:
-        """`slot`: its place in what the prefix index tells of all ranks."""
+    def __init__(
+        self, rank: common_pb2.Rank, member: registry_pb2.Member, channel: grpc.aio.Channel, slot: int, on_room: Callable[[], None]
+    ) -> None:
+        """`slot`: its place in what the prefix index tells of all ranks; `on_room` runs whenever something is over there."""
         self.rank = rank
         self.front_id = member.front_id
         self.fingerprint = member.fingerprint
@@ -34,10 +38,11 @@ class RankState:
         self.num_requests = 0  # decode: running and claimed
         self.sticky_tokens = STICKY_TOKENS  # prefill
         self._speed = PrefillSpeed()
+        self._on_room = on_room
         self._load = registry_pb2.Load()
         self._num_own_tokens = 0  # in flight there from this router
         self._num_own_requests = 0
-        self._num_tokens_since = 0  # sent since the last report
+        self._num_tokens_since = 0  # sent since the last report, less what has ended since
         self._num_requests_since = 0
 
     @property
@@ -71,7 +76,11 @@ class RankState:
         """It is over there."""
         self._num_own_tokens -= num_tokens
         self._num_own_requests -= 1
+        # A rank that is as loaded as when it last said so says nothing: what came and went in between must not count for ever.
+        self._num_tokens_since -= num_tokens
+        self._num_requests_since -= 1
         self._count()
+        self._on_room()
 
     def prefilled(self, reply: prefill_pb2.PrefillReply, num_prompt_tokens: int, wait_s: float) -> None:
         """A prompt was computed there; for its prefix others may wait `wait_s` from now on."""

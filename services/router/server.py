@@ -52,11 +52,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._eos_token_ids = eos_token_ids
         self._executor = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, "tokenizer")
         self.is_stopping = False
+        self.num_open = 0  # calls that have not got their last word
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         deadline_s = _deadline_s(context)
+        self.num_open += 1
         try:
             with counted(deadline_s):
                 if self.is_stopping:
@@ -65,6 +67,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 await self._dispatcher.run(checked, context.write, deadline_s)
         except BatonError as error:
             await abort(context, error)
+        finally:
+            self.num_open -= 1
 
     async def check(self, message: generation_pb2.GenerateRequest) -> Request:
         """Validate and tokenise. Raises InvalidRequest."""
@@ -157,13 +161,14 @@ class Router:
         await self._server.set_serving(not why_not)
 
     async def stop(self, drain_s: float) -> None:
-        """No new requests; those that run get `drain_s`."""
+        """No new requests, and none that wait; those that run get `drain_s`."""
         self.servicer.is_stopping = True
+        self.dispatcher.stop()
         await self._set_ready("the router drains")
-        if self.dispatcher.num_requests and drain_s:
+        if self.servicer.num_open and drain_s:
             say(f"draining: what runs gets {drain_s:g} s at most; a second Ctrl-C ends it at once")
         give_up_at = time.monotonic() + drain_s
-        while self.dispatcher.num_requests and time.monotonic() < give_up_at:
+        while self.servicer.num_open and time.monotonic() < give_up_at:
             await asyncio.sleep(0.05)
         await self._server.stop(0.0)
         await self.pool.close()

@@ -21,7 +21,7 @@ class TimelineRecord:
         self._first_at = 0.0  # first token given to the client
         self._last_at = 0.0
         self._ready_at = 0.0
-        self._num_cached_tokens = 0
+        self.num_cached_tokens = 0
         self._message = generation_pb2.Timeline()
         self._has_prefill = False
         self._pending: tuple[generation_pb2.Recovery, float] | None = None  # it waits for its first token, since then
@@ -64,9 +64,9 @@ class TimelineRecord:
         self._has_prefill = True
         self._message.queue_us = _us(self._called_at - self._received_at) + reply.queue_us
         self._message.prefill_us = reply.compute_us
-        self._num_cached_tokens = min(reply.num_cached_tokens, len(self._request.prompt_ids))
+        self.num_cached_tokens = min(reply.num_cached_tokens, len(self._request.prompt_ids))
         if self._choice == 0:
-            CACHED_TOKENS.inc(self._num_cached_tokens)
+            CACHED_TOKENS.inc(self.num_cached_tokens)
 
     def ready(self, ready: decode_pb2.Ready) -> None:
         """Decode has all pages."""
@@ -98,7 +98,7 @@ class TimelineRecord:
             finished.stop_string = ending.stop_string
         finished.usage.prompt_tokens = len(self._request.prompt_ids)
         finished.usage.completion_tokens = output.num_tokens
-        finished.usage.cached_tokens = self._num_cached_tokens
+        finished.usage.cached_tokens = self.num_cached_tokens
         return generation_pb2.GenerateReply(finished=finished)
 
     def _timeline(self, num_tokens: int) -> generation_pb2.Timeline:

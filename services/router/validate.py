@@ -20,6 +20,7 @@ from services.router.tokenizer import Tokenizer
 from services.runtime.errors import Amount, InvalidRequest
 
 MAX_CHOICES = 16  # of one request: each takes a place at a decode rank
+MAX_PRIORITY = 9
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_NAME_CHARACTERS = 256
@@ -40,6 +41,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
     digests: list[bytes]  # of the prompt's pages, services/kv/hash.py
     salt: bytes
+    tenant: str
+    priority: int  # 0 first
     params: SamplingParams
     n: int  # choices
     end_ids: frozenset[int]  # EOS ids and stop token ids that end it
@@ -64,6 +67,8 @@ def validate(
         prompt_ids=prompt_ids,
         digests=page_digests(prompt_ids, salt),
         salt=salt,
+        tenant=message.tenant,
+        priority=message.priority,
         params=params,
         n=message.n if message.HasField("n") else 1,
         end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids)),
@@ -76,8 +81,8 @@ def validate(
 def _check_supported(message: generation_pb2.GenerateRequest) -> None:
     if message.HasField("n") and not 1 <= message.n <= MAX_CHOICES:
         raise InvalidRequest("n", message.n, f"a request has 1 to {MAX_CHOICES} choices")
-    if message.priority:
-        raise InvalidRequest("priority", message.priority, "only 0 is supported yet")
+    if message.priority > MAX_PRIORITY:
+        raise InvalidRequest("priority", message.priority, f"it is 0 (ordinary) to {MAX_PRIORITY} (last)")
     for field in ("client_request_id", "tenant"):
         value: str = getattr(message, field)
         if len(value) > MAX_NAME_CHARACTERS:

@@ -37,7 +37,13 @@ class ModelSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 class RouterSection(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     address: Address = "127.0.0.1:50050"  # port 0 = any free one
-    max_requests: Positive = 1024  # in flight; beyond it RESOURCE_EXHAUSTED
+    max_requests: Positive = 1024  # running, a choice counted as one; beyond it, and beyond what the pools can take, they wait
+    max_queued: NonNegative = 1024  # waiting, a choice counted as one; beyond it RESOURCE_EXHAUSTED
+    max_queue_s: Seconds = 60.0  # who has waited so long gets RESOURCE_EXHAUSTED
+    prefill_queue_tokens: Positive = 16384  # uncached tokens in flight at a prefill rank, from which on it has no room
+    decode_lead: Rate = 0.125  # of max_running: requests beyond it that a decode rank gets, so that prefill goes on meanwhile
+    background_share: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.05  # of the work, to later classes while earlier ones wait
+    tenants: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}  # weights of tenants under overload, 1 for who is not named
     retries: NonNegative = 3  # other pairs tried before a request fails
     max_backlog_tokens: Positive = 1000  # tokens a client may let pile up
     member_wait_s: Seconds = 60.0  # a stream with tokens out waits this long for a pool that became empty

@@ -65,6 +65,7 @@ class FakeRank:
         self.front_id = f"front-{self.instance_id}"
         self.fingerprint = "fp"
         self.max_model_len = MAX_MODEL_LEN
+        self.max_running = 128
         self.peer: bytes | None = None  # what it says of its pages; by default its instance id
         self.server = Server("127.0.0.1:0", [], CLEAR)
         self._join: asyncio.Task[None] | None = None
@@ -78,7 +79,9 @@ class FakeRank:
         )
 
     def member(self, *ranks: common_pb2.Rank) -> registry_pb2.Member:
-        limits = registry_pb2.Limits(max_model_len=self.max_model_len, vocab_size=VOCAB, page_size=64, num_pages=20_000, max_running=8)
+        limits = registry_pb2.Limits(
+            max_model_len=self.max_model_len, vocab_size=VOCAB, page_size=64, num_pages=20_000, max_running=self.max_running
+        )
         return registry_pb2.Member(
             front_id=self.front_id, role=self.role, address=self.server.address, fingerprint=self.fingerprint, model="fake",
             wire_version=WIRE_VERSION, limits=limits, ranks=ranks or [self.rank], tp=1, ep=1,

@@ -67,7 +67,7 @@ async def test_no_deadline_is_zero(tmp_path: Path) -> None:
 
 
 async def test_too_many_requests_get_a_retry_hint(tmp_path: Path) -> None:
-    async with running(tmp_path, max_requests=1) as world:
+    async with running(tmp_path, max_requests=1, max_queued=0) as world:
         world.prefills[0].serve = lambda request: asyncio.sleep(PATIENCE, refusal(common_pb2.INTERNAL))
         async with contextlib.aclosing(world.stream(max_tokens=4)) as replies:
             await anext(replies)

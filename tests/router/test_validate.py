@@ -55,7 +55,7 @@ def check(prompt: list[int] | None = None, **fields: Any) -> Request:
     ({"n": 17}, ["n is 17", "1 to 16"]),
     ({"n": 0}, ["n is 0", "1 to 16"]),
     ({"n": 0}, ["n is 0"]),
-    ({"priority": 1}, ["priority", "1"]),
+    ({"priority": 10}, ["priority", "10", "9"]),
     ({"stop": ["x"] * 17}, ["stop", "17", "16"]),
     ({"stop": ["x" * 257]}, ["stop", "257", "256"]),
     ({"stop": ["a", ""]}, ["stop", "''", "not 0"]),
