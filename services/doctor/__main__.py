@@ -1,10 +1,13 @@
-"""`python -m services.doctor checkpoint FOLDER`: what a model folder holds and what a rank of it needs, without loading it."""
+"""`python -m services.doctor checkpoint FOLDER`: what a model folder holds and what a rank of it needs, without loading it.
+`python -m services.doctor keys FOLDER`: certificates and keys for `[security]`.
+"""
 
 import argparse
 import sys
 from pathlib import Path
 
 from services.doctor.checkpoint import describe, inspect
+from services.doctor.keys import make_keys
 from services.runtime.errors import BatonError
 
 
@@ -27,13 +30,20 @@ def main(arguments: list[str] | None = None) -> int:
     checkpoint.add_argument("--gpu-memory", type=_gigabytes, metavar="GB", help="memory of a GPU (default: those of H100 and H200)")
     checkpoint.add_argument("--kv-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the latent pages")
     checkpoint.add_argument("--hash", action="store_true", help="read every byte for the revision, however long that takes")
+    keys = commands.add_parser("keys", help="certificates for routers and fronts and for clients, their authority, and a ZMQ key")
+    keys.add_argument("folder", type=Path, help="where to; files that are there already are kept")
+    keys.add_argument("--names", type=lambda text: [name for name in text.split(",") if name], default=[], metavar="NAME,...",
+                      help="DNS names and addresses that clients dial routers by")
     options = parser.parse_args(arguments)
     try:
-        report = inspect(options.folder, ep=options.ep, tp=options.tp, kv_dtype=options.kv_dtype, read_all=options.hash)
+        if options.command == "keys":
+            make_keys(options.folder, options.names)
+        else:
+            describe(inspect(options.folder, ep=options.ep, tp=options.tp, kv_dtype=options.kv_dtype, read_all=options.hash),
+                     options.gpu_memory)
     except BatonError as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
-    describe(report, options.gpu_memory)
     return 0
 
 

@@ -149,7 +149,8 @@ async def _print_answer(arguments: argparse.Namespace) -> None:
     try:
         await _print_replies(arguments, address, security, request)
     except grpc.aio.AioRpcError as error:
-        raise SetupError(_sentence(error, address)) from None
+        why = await security.why_refused(address) if error.code() == grpc.StatusCode.UNAVAILABLE else ""
+        raise SetupError(f"the router at {address} refuses this connection; {why}" if why else _sentence(error, address)) from None
 
 
 def _sentence(error: grpc.aio.AioRpcError, address: str) -> str:

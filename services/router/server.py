@@ -34,6 +34,9 @@ _SERVICES = ("baton.v1.Generation", "baton.v1.Registry")
 _DRAIN_S = 30.0  # running requests get this long after SIGTERM
 _NUM_TOKENIZER_THREADS = 2
 _NO_PAIR = "no prefill rank and decode rank that could be paired are known"
+# What a request may weigh beside its prompt: roles, stop strings. A front's ranks with their NIXL metadata come in by this port too.
+_REQUEST_BYTES = 2**20
+_TOKEN_BYTES = 16  # of UTF-8, more than three times what a token of text has on average; as an id a token takes 5 at most
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
@@ -112,6 +115,9 @@ class Router:
         self._metrics_address = config.router.metrics
         self._why_not_ready = _NO_PAIR
         self._server = Server(config.router.address, _SERVICES, security)
+        self._server = Server(
+            config.router.address, _SERVICES, security, max_request_bytes=_REQUEST_BYTES + _TOKEN_BYTES * limits.max_model_len
+        )
         self._server.add(generation_pb2_grpc.add_GenerationServicer_to_server, self.servicer)
         self._server.add(registry_pb2_grpc.add_RegistryServicer_to_server, RegistryServicer(self.pool))
 

@@ -22,6 +22,7 @@ import zmq.asyncio
 from services.runtime.errors import EngineError
 
 _QUEUE_BOUND = 100_000
+MAX_FRAME_BYTES = 32 * 2**20  # twice what a gRPC message may hold: ZMQ drops the connection of whoever sends more
 _DIRECTORY_PREFIX = "baton-ipc-"
 _YOUNG_S = 5.0
 Command = TypeVar("Command")
@@ -115,6 +116,12 @@ def _sweep() -> None:
             os.close(lock)
 
 
+def _checked(frame: bytes) -> bytes:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise EngineError(f"a message between front and engine has {len(frame)} bytes but at most {MAX_FRAME_BYTES} are taken")
+    return frame
+
+
 class FrontChannel(Generic[Command, Event]):
     """The front's end; binds both sockets below `address`, e.g. "ipc:///tmp/x/rank0"."""
 
@@ -125,15 +132,17 @@ class FrontChannel(Generic[Command, Event]):
         self._commands = self._send_context.socket(zmq.PUSH)
         for socket, name in ((self._commands, "commands"), (self._events, "events")):
             socket.set(zmq.LINGER, 0)
+            socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
             socket.set_hwm(_QUEUE_BOUND)
             socket.bind(f"{address}.{name}")
         self._decoder = msgspec.msgpack.Decoder(event_type)
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, command: Command) -> None:
-        """Queue `command`. Raises EngineError when the engine reads no more."""
+        """Queue `command`. Raises EngineError when the engine reads no more, or would not take as much."""
+        frame = _checked(self._encoder.encode(command))
         try:
-            self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+            self._commands.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             raise EngineError(f"the engine is gone, or left {_QUEUE_BOUND} commands unread; it is restarted") from None
 
@@ -159,6 +168,7 @@ class EngineChannel(Generic[Command, Event]):
         self._events = self._context.socket(zmq.PUSH)
         for socket, name in ((self._commands, "commands"), (self._events, "events")):
             socket.set(zmq.LINGER, 1000)
+            socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
             socket.set_hwm(_QUEUE_BOUND)
             socket.connect(f"{address}.{name}")
         self._decoder = msgspec.msgpack.Decoder(command_type)
@@ -167,9 +177,9 @@ class EngineChannel(Generic[Command, Event]):
         self.is_up = False  # Up was sent
 
     def send(self, event: Event) -> None:
-        """Send `event`; thread-safe. Raises EngineError when the front reads no more."""
+        """Send `event`; thread-safe. Raises EngineError when the front reads no more, or would not take as much."""
         self.is_up = self.is_up or isinstance(event, Up)
-        frame = self._encoder.encode(event)
+        frame = _checked(self._encoder.encode(event))
         with self._send_lock:
             try:
                 self._events.send(frame, zmq.NOBLOCK)

@@ -39,6 +39,7 @@ class Membership:
         self._changed = asyncio.Event()
         self._leaving = False
         self._version = 0
+        self._explained: set[str] = set()  # routers that refuse us, and we have said why
 
     def member_changed(self) -> None:
         """A rank came or went: say so to every router at once."""
@@ -81,12 +82,23 @@ class Membership:
                     call = registry_pb2_grpc.RegistryStub(channel).Join(self._updates(local_host(address)))
                     async for update in call:
                         logger.info("joined router %s at %s", update.welcome.router_id, address)
+                        self._explained.discard(address)
                         self._on_joined(address)
                 except grpc.aio.AioRpcError as error:
-                    logger.info("router %s: %s", address, error.details())
+                    await self._tell(address, error)
                 except OSError as error:
                     logger.info("router %s: no way there from this machine (%s)", address, error.strerror)
             await asyncio.sleep(_REDIAL_S)
+
+    async def _tell(self, address: str, error: grpc.aio.AioRpcError) -> None:
+        """A router that is not there may come; one that will never let us in is worth a warning, once."""
+        reason = error.details() or error.code().name
+        if error.code() == grpc.StatusCode.UNAVAILABLE and address not in self._explained:
+            reason = await self._security.why_refused(address) or reason
+        is_news = address not in self._explained and (error.code() != grpc.StatusCode.UNAVAILABLE or reason != error.details())
+        if is_news:
+            self._explained.add(address)
+        logger.log(logging.WARNING if is_news else logging.INFO, "router %s: %s", address, reason)
 
     async def _updates(self, host: str) -> AsyncIterator[registry_pb2.MemberUpdate]:
         said_version, said_loads = -1, None

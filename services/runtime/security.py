@@ -7,6 +7,7 @@ ZMQ    CURVE with the cluster's one key pair, and nobody else's key is let in (c
 Clear  on loopback always; beyond it gRPC only when `insecure` says so, ZMQ never.
 """
 
+import asyncio
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from services.runtime.errors import ConfigError, SetupError
 from services.runtime.peer_check import PeerCheck
 from services.runtime.serve import CHANNEL_OPTIONS
 from services.runtime.tls import TlsFiles
+from services.runtime.tls_probe import explain
 
 MAX_ZMQ_BYTES = 16 * 2**20  # of one message over TCP, as large as any over gRPC
 _ADVICE = "`python -m services.doctor keys FOLDER` makes them"
@@ -73,6 +75,10 @@ class Security:
             return grpc.aio.insecure_channel(address, options=merged)
         name = ("grpc.ssl_target_name_override", self._section.server_name)
         return grpc.aio.secure_channel(address, self._tls.channel_credentials(), options=[*merged, name])
+
+    async def why_refused(self, address: str) -> str:
+        """After a call could not be connected: what TLS has to do with it, in a few words for the user; "" = nothing."""
+        return await asyncio.to_thread(explain, address, self._section)
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """For a port, None = in the clear. Raises ConfigError when our certificate is none that peers would believe a server."""

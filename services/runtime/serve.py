@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 WIRE_VERSION = 2
 
 ERROR_KEY = "baton-error"  # trailing metadata: class of the error
-MAX_MESSAGE_BYTES = 32 * 2**20
+# Of one message between routers and fronts: three million token ids, or a step of thousands of requests with their logprobs. What clients
+# may send a router is bounded by the model (services/router/server.py).
+MAX_MESSAGE_BYTES = 16 * 2**20
 # gRPC's own keepalive is what notices a peer that vanished without closing (DESIGN.md section 3: 2 s / 3 s both ways).
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
