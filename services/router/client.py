@@ -7,7 +7,9 @@ import argparse
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,8 @@ async def stream(
 
 
 def find_router(given: str | None) -> str:
-    """Address of the router: as given, else BATON_ROUTER, else that of the cluster that runs here. Raises SetupError."""
+    """Addresses of the router's replicas, comma-separated: as given, else BATON_ROUTER, else those of the cluster that runs here.
+    Raises SetupError."""
     address = given or os.environ.get("BATON_ROUTER", "")
     if not address and ADDRESS_FILE.is_file():
         address = ADDRESS_FILE.read_text().strip()
@@ -75,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat", action="store_true", help="the text is a user's message, for the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; needs --chat")
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's switch of that name; needs --chat")
-    parser.add_argument("--router", metavar="HOST:PORT", help="default: BATON_ROUTER, else the cluster of `make up`")
+    parser.add_argument("--router", metavar="HOST:PORT[,...]", help="the router, or its replicas, asked in this order until one answers; "
+                        "default: BATON_ROUTER, else the cluster of `make up`")
     parser.add_argument("--config", type=Path, metavar="FILE",
                         help="TOML file whose [security] says how to reach a router on another machine "
                         "(`python -m services.doctor keys FOLDER` makes one: FOLDER/client.toml)")
@@ -142,34 +146,61 @@ def _read_stdin() -> str:
         raise SetupError(f"the prompt on stdin is not UTF-8 ({wrong}); convert it first, e.g. with iconv") from None
 
 
+@dataclass
+class _Shown:
+    """What the user has seen of an answer."""
+
+    num_tokens: int = 0
+    seed: int = 0
+
+
 async def _print_answer(arguments: argparse.Namespace) -> None:
     request = request_of(arguments, arguments.text if arguments.text is not None else _read_stdin())
-    address = find_router(arguments.router)
     security = Security.of(load_config(arguments.config, arguments.set).security)
-    try:
-        await _print_replies(arguments, address, security, request)
-    except grpc.aio.AioRpcError as error:
-        why = await security.why_refused(address) if error.code() == grpc.StatusCode.UNAVAILABLE else ""
-        raise SetupError(f"the router at {address} refuses this connection; {why}" if why else _sentence(error, address)) from None
+    deadline = None if arguments.timeout is None else time.monotonic() + arguments.timeout
+    addresses = [address for address in find_router(arguments.router).split(",") if address]
+    for number, address in enumerate(addresses, start=1):
+        shown = _Shown()
+        try:
+            replies = stream(address, request, security, deadline and deadline - time.monotonic())
+            await _print_replies(arguments, replies, request, shown)
+            return
+        except grpc.aio.AioRpcError as error:
+            is_shown = shown.num_tokens > 0
+            if is_shown or number == len(addresses) or not (_is_away(error) or error.code() == grpc.StatusCode.UNAVAILABLE):
+                why = await security.why_refused(address) if _is_away(error) and not is_shown else ""
+                said = _sentence(error, address if is_shown else ", ".join(addresses), shown)
+                raise SetupError(f"the router at {address} refuses this connection; {why}" if why else said) from None
 
 
-def _sentence(error: grpc.aio.AioRpcError, address: str) -> str:
-    """What went wrong, for the user; a connection that failed is told apart from what the router said."""
-    code: grpc.StatusCode = error.code()
+def _is_away(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the connection failed, rather than that the router said so."""
     is_routers = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) and not is_routers:  # a server that stops cancels what runs
+    # a server that stops cancels what runs
+    return not is_routers and error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+def _sentence(error: grpc.aio.AioRpcError, address: str, shown: _Shown | None = None) -> str:
+    """What went wrong, for the user; a connection that failed is told apart from what the router said. `address`: all that were asked."""
+    code: grpc.StatusCode = error.code()
+    if _is_away(error) and shown is not None and shown.num_tokens:
+        again = f"the same request with --seed {shown.seed} gives the same tokens, from any replica"
+        return f"the router at {address} went away after {shown.num_tokens} tokens; {again}"
+    if _is_away(error):
         return f"the router at {address} cannot be reached, or went away; start it (`make up`), or name another with --router host:port"
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED and not is_routers:
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED and not any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ()):
         return f"the router at {address} was not done within --timeout"
     return f"{code.name}: {error.details()}"
 
 
-async def _print_replies(
-    arguments: argparse.Namespace, address: str, security: Security, request: generation_pb2.GenerateRequest
-) -> None:
+async def _print_replies(arguments: argparse.Namespace, replies: AsyncIterator[generation_pb2.GenerateReply],
+                         request: generation_pb2.GenerateRequest, shown: _Shown) -> None:
     texts: dict[int, str] = {}  # of several choices, until each ends
-    async for reply in stream(address, request, security, arguments.timeout):
-        if reply.HasField("delta"):
+    async for reply in replies:
+        if reply.HasField("started"):
+            shown.seed = reply.started.seed
+        elif reply.HasField("delta"):
+            shown.num_tokens += len(reply.delta.token_ids)
             if request.n > 1:
                 texts[reply.delta.choice] = texts.get(reply.delta.choice, "") + reply.delta.text
             else:

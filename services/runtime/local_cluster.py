@@ -231,6 +231,10 @@ class Cluster:
         """Process ids of the engines of front `name`, by rank."""
         return self._started.engine_pids(name)
 
+    def listens(self, name: str) -> str:
+        """host:port where a router or front serves gRPC, "" while it has not said so."""
+        return self._started.address(name)
+
     def ended(self) -> list[str]:
         """Names of processes that have ended though nobody had told them to."""
         return [name for name in self._started.ended() if name not in self.attended]

@@ -160,3 +160,32 @@ def test_a_connection_that_fails_is_told_apart_from_what_the_router_says(code: g
     assert client_module._sentence(theirs, "h:1").startswith("the router at h:1 cannot be reached, or went away")
     ours = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata((ERROR_KEY, "NoMember")), "no rank")
     assert client_module._sentence(ours, "h:1") == f"{code.name}: no rank"
+
+
+async def test_client_asks_the_next_replica_while_nothing_was_shown(tmp_path: Path) -> None:
+    async with running(tmp_path) as world, running(tmp_path, prefills=0, decodes=0) as empty:
+        replicas = f"127.0.0.1:1,{empty.router.address},{world.router.address}"
+        code, out, err = await run_client("hi", "--router", replicas, "--max-tokens", "6", "--temperature", "0")
+        assert (code, out) == (0, "abcdef\n"), err
+        code, out, err = await run_client("hi", "--router", f"127.0.0.1:1,{empty.router.address}", "--max-tokens", "6")
+        assert code == 1 and "has no rank" in err, err
+    code, _, err = await run_client("hi", "--router", "127.0.0.1:1,127.0.0.1:2")
+    assert code == 1 and "the router at 127.0.0.1:1, 127.0.0.1:2 cannot be reached" in err
+
+
+async def test_client_says_what_happened_once_something_was_shown(tmp_path: Path) -> None:
+    async with running(tmp_path) as world, running(tmp_path) as other:
+        async def serve(session: DecodeSession, submit: decode_pb2.Submit) -> None:
+            await world.decodes[0].decode(session, submit, stop_after=2)
+
+        world.decodes[0].serve = serve
+        arguments = ["-m", "services.router.client", "hi", "--router", f"{world.router.address},{other.router.address}", "--seed", "7"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readexactly(2) == b"ab"
+        await world.router.stop(0)
+        _, err = await process.communicate()
+        assert process.returncode == 1 and "went away after 2 tokens" in err.decode() and "--seed 7" in err.decode(), err
+        assert not other.prefills[0].runs

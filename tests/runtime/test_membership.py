@@ -10,7 +10,7 @@ import pytest
 
 from proto.baton.v1 import registry_pb2, registry_pb2_grpc
 from services.runtime import membership as membership_module
-from services.runtime.membership import Membership, local_host
+from services.runtime.membership import Membership, Resolve, local_host
 from services.runtime.serve import WIRE_VERSION, Server, cancel
 from tests.clear import CLEAR, INSECURE
 from tests.runtime.waiting import until
@@ -40,11 +40,14 @@ async def listening(address: str) -> tuple[Server, Registry]:
 
 
 @contextlib.asynccontextmanager
-async def joined(*routers: str) -> AsyncIterator[tuple[Membership, list[str], list[registry_pb2.Load]]]:
+async def joined(
+    *routers: str, resolve: Resolve | None = None
+) -> AsyncIterator[tuple[Membership, list[str], list[registry_pb2.Load]]]:
     told: list[str] = []
     loads: list[registry_pb2.Load] = []
     membership = Membership(
-        routers, lambda local_host: registry_pb2.Member(front_id="f", address=local_host), lambda: loads, told.append, INSECURE
+        routers, lambda local_host: registry_pb2.Member(front_id="f", address=local_host), lambda: loads, told.append, INSECURE,
+        resolve=resolve, resolve_s=0.02, forget_s=0.2,
     )
     task = asyncio.ensure_future(membership.run())
     try:
@@ -117,4 +120,84 @@ async def test_a_router_without_a_route_is_tried_again(monkeypatch: pytest.Monke
     async with joined(server.address) as (_, told, _):
         await until(lambda: registry.kinds() == ["member"], "joined")
         assert asked == [server.address] * 3 and told == [server.address]
+    await server.stop(0)
+
+
+class Names:
+    """A resolver whose answers the test gives; without one it fails, as while DNS is away."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.answer: set[str] | None = set(addresses)
+        self.num_asked = 0
+
+    async def resolve(self, name: str) -> set[str]:
+        assert name == "routers.test:50050"
+        self.num_asked += 1
+        if self.answer is None:
+            raise OSError("temporary failure in name resolution")
+        return self.answer
+
+    async def asked_again(self) -> None:
+        """Whoever asked with the present answer has acted on it."""
+        number = self.num_asked
+        await until(lambda: self.num_asked >= number + 2, "the name is looked up again")
+
+
+def report(loads: list[registry_pb2.Load], membership: Membership, num_free_pages: int) -> None:
+    loads[:] = [registry_pb2.Load(instance_id="i", num_free_pages=num_free_pages)]
+    membership.loads_changed()
+
+
+def last_load(registry: Registry) -> int:
+    return max((update.load.num_free_pages for update in registry.updates if update.HasField("load")), default=0)
+
+
+async def test_router_that_appears_behind_a_name_is_joined_and_one_that_vanishes_keeps_its_stream() -> None:
+    (first, of_first), (second, of_second) = [await listening("127.0.0.1:0") for _ in range(2)]
+    names = Names(first.address)
+    async with joined("routers.test:50050", resolve=names.resolve) as (membership, told, loads):
+        await until(lambda: told == [first.address], "the first one lets it in")
+        names.answer = {first.address, second.address}
+        await until(lambda: told == [first.address, second.address], "the second one does")
+        names.answer = {second.address}
+        await names.asked_again()
+        report(loads, membership, 3)
+        for registry in (of_first, of_second):
+            await until(lambda registry=registry: last_load(registry) == 3, "both hear of the load")
+        await first.stop(0)
+        await until(lambda: membership.addresses == {second.address}, "the first one is gone, and dialled no more")
+        assert told == [first.address, second.address]
+    await second.stop(0)
+
+
+async def test_failed_or_empty_lookups_drop_nobody() -> None:
+    server, registry = await listening("127.0.0.1:0")
+    address, names = server.address, Names(server.address)
+    async with joined("routers.test:50050", resolve=names.resolve) as (membership, told, loads):
+        await until(lambda: told == [address], "joined")
+        for number, answer in enumerate((None, set[str]()), start=1):
+            names.answer = answer
+            await names.asked_again()
+            report(loads, membership, number)
+            await until(lambda number=number: last_load(registry) == number, "the stream goes on")
+        assert told == [address], "it never had to join again"
+        names.answer = {address}
+        await names.asked_again()
+        names.answer = None
+        await server.stop(0)
+        server, registry = await listening(address)
+        await until(lambda: told == [address, address], "what the name listed last is dialled again")
+    await server.stop(0)
+
+
+async def test_a_name_that_hangs_holds_up_no_other() -> None:
+    server, registry = await listening("127.0.0.1:0")
+
+    async def resolve(name: str) -> set[str]:
+        if name == "hangs.test:1":
+            await asyncio.Event().wait()
+        return {server.address}
+
+    async with joined("hangs.test:1", "answers.test:1", resolve=resolve):
+        await until(lambda: registry.kinds() == ["member"], "joined")
     await server.stop(0)
