@@ -47,25 +47,14 @@ class _Flow:
     def __init__(self, weight: float, given: float) -> None:
         self.weight = weight
         self.given = given  # work over weight, since somebody waited
-        self._lines: tuple[dict[Waiter, None], dict[Waiter, None]] = ({}, {})  # by needs_decode, in order of arrival
+        self.lines: tuple[dict[Waiter, None], dict[Waiter, None]] = ({}, {})  # by needs_decode, in order of arrival
 
     @property
     def is_empty(self) -> bool:
-        return not any(self._lines)
-
-    def add(self, waiter: Waiter) -> None:
-        self._lines[waiter.needs_decode][waiter] = None
-
-    def remove(self, waiter: Waiter) -> None:
-        del self._lines[waiter.needs_decode][waiter]
-
-    def first(self, room: Room) -> Waiter | None:
-        """Who is served next if `room` is all there is."""
-        firsts = [next(iter(line)) for line, is_free in zip(self._lines, (room.prefill, room.pair), strict=True) if line and is_free]
-        return min(firsts, key=lambda waiter: waiter.number) if firsts else None
+        return not any(self.lines)
 
     def newest_first(self) -> Iterator[Waiter]:
-        return heapq.merge(*(reversed(line) for line in self._lines), key=lambda waiter: -waiter.number)
+        return heapq.merge(*(reversed(line) for line in self.lines), key=lambda waiter: -waiter.number)
 
 
 class _Class:
@@ -74,6 +63,10 @@ class _Class:
     def __init__(self) -> None:
         self.flows: dict[str, _Flow] = {}
         self._idle: dict[str, _Flow] = {}
+        self._arrivals: tuple[dict[Waiter, None], dict[Waiter, None]] = ({}, {})  # of all tenants, by needs_decode
+        # The first waiter of each flow's lines, by needs_decode, with what the flow was given then: entries that are no longer so are
+        # passed over when they come up.
+        self._heads: tuple[list[tuple[float, int, Waiter]], list[tuple[float, int, Waiter]]] = ([], [])
 
     @property
     def num_remembered(self) -> int:
@@ -82,30 +75,64 @@ class _Class:
     def add(self, waiter: Waiter, weight: float) -> None:
         flow = self.flows.get(waiter.tenant)
         if flow is None:
-            least = min((other.given for other in self.flows.values()), default=0.0)
+            least = min((head[0] for needs_decode in (False, True) if (head := self._head(needs_decode)) is not None), default=0.0)
             flow = self._idle.pop(waiter.tenant) if waiter.tenant in self._idle else _Flow(weight, least)
             flow.given = max(flow.given, least)
             self.flows[waiter.tenant] = flow
-        flow.add(waiter)
         waiter.flow = flow
+        flow.lines[waiter.needs_decode][waiter] = None
+        self._arrivals[waiter.needs_decode][waiter] = None
+        if len(flow.lines[waiter.needs_decode]) == 1:
+            self.moved(flow)
 
     def remove(self, waiter: Waiter) -> None:
         flow = self.flows[waiter.tenant]
-        flow.remove(waiter)
+        del flow.lines[waiter.needs_decode][waiter]
+        del self._arrivals[waiter.needs_decode][waiter]
         if flow.is_empty:
             self._idle[waiter.tenant] = self.flows.pop(waiter.tenant)
+        else:
+            self.moved(flow)
         if not self.flows:
             self._idle.clear()
         elif len(self._idle) > _MAX_IDLE:
             self._idle = dict(heapq.nlargest(_MAX_IDLE // 2, self._idle.items(), key=lambda item: item[1].given))
 
+    def moved(self, flow: _Flow) -> None:
+        """`flow`, of those that wait, was given something, or another one is first in a line of it."""
+        for line, heads in zip(flow.lines, self._heads, strict=True):
+            if line:
+                first = next(iter(line))
+                heapq.heappush(heads, (flow.given, first.number, first))
+            if len(heads) > 4 * len(self.flows) + 64:
+                heads[:] = [head for head in heads if self._is_true(head)]
+                heapq.heapify(heads)
+
     def next(self, room: Room) -> Waiter | None:
-        firsts = [(flow.given, first.number, first) for flow in self.flows.values() if (first := flow.first(room)) is not None]
-        return min(firsts, key=lambda entry: entry[:2])[2] if firsts else None
+        """Who is served next if `room` is all there is."""
+        heads = [head for needs_decode in _kinds(room) if (head := self._head(needs_decode)) is not None]
+        return min(heads)[2] if heads else None
 
     def oldest(self, room: Room) -> float:
         """Number of the one that has waited longest, of those that `room` would do for."""
-        return min((first.number for flow in self.flows.values() if (first := flow.first(room)) is not None), default=math.inf)
+        arrivals = [self._arrivals[needs_decode] for needs_decode in _kinds(room)]
+        return min((next(iter(line)).number for line in arrivals if line), default=math.inf)
+
+    def _head(self, needs_decode: bool) -> tuple[float, int, Waiter] | None:
+        heads = self._heads[needs_decode]
+        while heads and not self._is_true(heads[0]):
+            heapq.heappop(heads)
+        return heads[0] if heads else None
+
+    def _is_true(self, head: tuple[float, int, Waiter]) -> bool:
+        given, _, waiter = head
+        flow = self.flows.get(waiter.tenant)
+        return flow is not None and flow.given == given and next(iter(flow.lines[waiter.needs_decode]), None) is waiter
+
+
+def _kinds(room: Room) -> list[bool]:
+    """Values of needs_decode that `room` will do for."""
+    return [needs_decode for needs_decode, is_free in ((False, room.prefill), (True, room.pair)) if is_free]
 
 
 class FairQueue:
@@ -181,8 +208,11 @@ class FairQueue:
 
     def settle(self, waiter: Waiter, work: float) -> None:
         """An admitted request is over: it was `work` in truth. Its tenant's next ones come the sooner or later for it."""
-        if waiter.flow is not None:
-            waiter.flow.given += (work - waiter.work) / waiter.flow.weight
+        flow, line = waiter.flow, self._classes.get(waiter.priority)
+        if flow is not None:
+            flow.given += (work - waiter.work) / flow.weight
+            if line is not None and line.flows.get(waiter.tenant) is flow:
+                line.moved(flow)
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)

@@ -173,6 +173,8 @@ def test_bounded_and_consistent_under_any_input(steps: list[tuple[str, str, int,
             chosen = line.next(ROOM)
             assert (chosen is None) == (not waiting), "somebody is served while anybody waits"
             if chosen is not None:
+                rivals = [one for one in waiting if one.priority == chosen.priority]
+                assert chosen is min(rivals, key=lambda one: (one.flow.given if one.flow else 0.0, one.number)), "the one given least"
                 line.admit(chosen)
                 del waiting[chosen]
                 running.append(chosen)
