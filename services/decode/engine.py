@@ -27,6 +27,7 @@ from services.decode.forward import DecodeForward
 from services.decode.load import LoadReporter
 from services.decode.loop import DecodeLoop
 from services.decode.messages import Cancel, Command, Event, MoveCommand, MoveStart, SessionLost, Stop, Submit
+from services.kv.events import KvEventPublisher
 from services.kv.fault_control import fault_plan
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.metrics import MAX_RUNNING
@@ -38,6 +39,7 @@ from services.model.params import SAMPLER_VERSION
 from services.runtime.config import Config
 from services.runtime.engine import StepClock, run_engine
 from services.runtime.ipc import EngineChannel, Up
+from services.runtime.security import Security
 
 _IDLE_PAUSE_S = 0.002
 _MAX_INBOX = 10_000  # items that wait for the main loop, beyond which commands wait in the front's queue, which has a bound of its own
@@ -48,12 +50,12 @@ class HandoffThread(threading.Thread):
 
     def __init__(
         self, channel: EngineChannel[Command, Event], kv: RankKv, fetcher: Fetcher, loop: DecodeLoop, clock: StepClock,
-        on_renewed: Callable[[str], None],
+        on_renewed: Callable[[str], None], kv_events: KvEventPublisher | None = None,
     ) -> None:
-        """`on_renewed(former instance id)` runs when the transfer agent was renewed."""
+        """`on_renewed(former instance id)` runs when the transfer agent was renewed; this thread also sends `kv_events`."""
         super().__init__(name="handoff", daemon=True)
         self._channel, self._kv, self._fetcher, self._loop = channel, kv, fetcher, loop
-        self._clock, self._on_renewed = clock, on_renewed
+        self._clock, self._on_renewed, self._kv_events = clock, on_renewed, kv_events
         self._load = LoadReporter(kv, fetcher, loop, channel.send)
 
     def run(self) -> None:
@@ -77,6 +79,8 @@ class HandoffThread(threading.Thread):
         self._fetcher.tick()
         if former := self._kv.renew_if_due():
             self._on_renewed(former)
+        if self._kv_events:
+            self._kv_events.turn()
         self._load.report()
         if busy:
             time.sleep(self._kv.exchange.pause_s)
@@ -113,8 +117,10 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
     forward = DecodeForward(model, stream_weights(folder, model))
     layout = KvLayout(model.num_hidden_layers, model.kv_lora_rank, model.qk_rope_head_dim, section.dtype)
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
+    events = KvEventPublisher.open(section, "decode", rank, folder, Security.of(config.security))
     kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine,
-                      faults=fault_plan(config.faults, "decode", rank), kv_network=section.kv_network)
+                      faults=fault_plan(config.faults, "decode", rank), kv_network=section.kv_network,
+                      on_change=events.log if events else None)
 
     fetcher = Fetcher(
         kv, max_claims=section.max_claims, max_model_len=longest, emit=channel.send,
@@ -132,13 +138,16 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], clo
             instance_id=kv.instance_id, peer=kv.transport.metadata(), fingerprint=mine.fingerprint, max_model_len=longest,
             vocab_size=model.vocab_size, page_size=PAGE_SIZE, num_pages=section.num_pages, max_running=section.max_running,
             former_instance_id=former_instance_id,
+            kv_events_port=events.port if events else 0, kv_replay_port=events.replay_port if events else 0,
         ))
 
-    handoff = HandoffThread(channel, kv, fetcher, loop, clock, say_up)
+    handoff = HandoffThread(channel, kv, fetcher, loop, clock, say_up, events)
     say_up()
     handoff.start()
     loop.run()
     handoff.join()
+    if events:
+        events.close()
     kv.close()
 
 

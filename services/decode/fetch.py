@@ -203,7 +203,7 @@ class Fetcher:
     def _ready(self, request: Request, handoff: HandoffState, stats: PullStats) -> None:
         request.take_over(handoff)
         with self._kv.lock:  # verified pages only: what was read is as good as computed here
-            self._kv.pool.insert(request.digests, request.pages[: len(request.digests)])
+            self._kv.pool.insert(request.digests, request.pages[: len(request.digests)], request.token_ids)
         request.state, request.ready_at = RequestState.READY, self._clock()
         self._claims.remove(request)
         first = FirstToken(handoff.first_token, handoff.first_logprob, handoff.top_ids, handoff.top_logprobs)

@@ -223,7 +223,7 @@ class DecodeLoop:
         if final:
             with self._kv.lock:
                 for request in final:
-                    self._kv.pool.insert(request.digests, request.pages[: len(request.digests)])
+                    self._kv.pool.insert(request.digests, request.pages[: len(request.digests)], request.token_ids)
                     self._moves.pages_final(request)
 
     def _say(self, rows: Sequence[tuple[Request, Chosen]]) -> None:

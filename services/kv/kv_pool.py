@@ -4,7 +4,7 @@
     kv.num_available                                 most pages that take() could give now: free + held by the cache alone
     pages = kv.match(digests, holder)                longest cached prefix, pinned for `holder`
     pages = kv.take(n, holder)                       evicts least recently used prefixes as needed
-    kv.insert(digests, pages)                        cache final pages; digests of the whole prefix, from page 0 on
+    kv.insert(digests, pages, token_ids)             cache final pages; digests and ids of the whole prefix, from page 0 on
     kv.release(holder)                               all it holds
     kv.pages, kv.cache, kv.memory                    the parts
 
@@ -53,9 +53,9 @@ class KvPool:
             self.cache.evict(missing)
         return self.pages.take(num_pages, holder)
 
-    def insert(self, digests: Sequence[bytes], pages: Sequence[int]) -> list[bytes]:
-        """Cache final pages that somebody holds; returns the digests that are new."""
-        return self.cache.insert(digests, pages)
+    def insert(self, digests: Sequence[bytes], pages: Sequence[int], token_ids: Sequence[int]) -> list[bytes]:
+        """Cache final pages that somebody holds; `token_ids` are all of the sequence's. Returns the digests that are new."""
+        return self.cache.insert(digests, pages, token_ids)
 
     def release(self, holder: Holder) -> None:
         """Take `holder` off everything it holds."""

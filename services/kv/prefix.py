@@ -1,19 +1,32 @@
 """The prefix cache: full, final pages by chained digest (`hash.py`), least recently used leaves evicted first.
 
     pages = cache.match(digests)                 longest cached prefix, as page numbers; touches it, pins nothing
-    cache.insert(digests, pages)                 digests[i] names pages[i], from the first page of the prompt on; returns what is new
+    cache.insert(digests, pages, token_ids)      digests[i] names pages[i], from the first page of the prompt on; returns what is new
     cache.evict(n)                               frees up to n pages, returns how many
 
 The cache is one more holder of its pages (kind cache, key = digest). A page that anybody else holds is pinned. Guarded by the kv lock.
+Token ids are no business of the cache itself: it hands them on to whoever hears of its changes (event_log.py).
 """
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import KeysView, Sequence
+from typing import Protocol
 
 from services.kv.hash import ROOT
+from services.kv.layout import PAGE_SIZE
 from services.kv.pages import Holder, HolderKind, PagePool
 from services.runtime.errors import EngineError
 
-OnChange = Callable[[list[bytes], list[bytes]], None]  # (stored, removed)
+
+class OnChange(Protocol):
+    """Hears of every change, in order, under the kv lock: it may only note them."""
+
+    def stored(self, parent: bytes, digests: Sequence[bytes], ids: Sequence[int]) -> None:
+        """A chain entered the cache behind `parent` (ROOT: it is a prompt's first); PAGE_SIZE `ids` a page."""
+        ...
+
+    def removed(self, digests: Sequence[bytes]) -> None:
+        """Pages left the cache, children first."""
+        ...
 
 
 class _Node:
@@ -42,6 +55,11 @@ class PrefixCache:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._nodes
 
+    @property
+    def digests(self) -> KeysView[bytes]:
+        """Of all pages that are cached."""
+        return self._nodes.keys()
+
     def match(self, digests: Sequence[bytes]) -> list[int]:
         """Pages of the longest cached prefix of `digests`; the caller holds them before the kv lock is left."""
         found: list[bytes] = []
@@ -52,9 +70,13 @@ class PrefixCache:
         self._touch(found)
         return [self._nodes[digest].page for digest in found]
 
-    def insert(self, digests: Sequence[bytes], pages: Sequence[int]) -> list[bytes]:
-        """Cache `pages` (held by the caller); a digest that is cached already keeps its older page. Returns the digests stored."""
+    def insert(self, digests: Sequence[bytes], pages: Sequence[int], token_ids: Sequence[int]) -> list[bytes]:
+        """Cache `pages` (held by the caller); a digest that is cached already keeps its older page. Returns the digests stored.
+
+        `token_ids` are the sequence's, from its first on: PAGE_SIZE a page at least, what lies behind is ignored.
+        """
         assert len(digests) == len(pages), f"{len(digests)=} {len(pages)=}"
+        assert len(token_ids) >= PAGE_SIZE * len(pages), f"{len(token_ids)=} {len(pages)=}"
         stored: list[bytes] = []
         parent = ROOT
         for digest, page in zip(digests, pages, strict=True):
@@ -66,8 +88,10 @@ class PrefixCache:
                 stored.append(digest)
             parent = digest
         self._touch(digests)
-        if stored and self._on_change:
-            self._on_change(stored, [])
+        if stored and self._on_change:  # what is new is the end of the chain: a page never outlives its parent here
+            first = len(digests) - len(stored)
+            ids = token_ids[PAGE_SIZE * first : PAGE_SIZE * len(digests)]
+            self._on_change.stored(digests[first - 1] if first else ROOT, stored, ids)
         return stored
 
     def evict(self, num_pages: int) -> int:
@@ -94,7 +118,7 @@ class PrefixCache:
         for entry in pinned:
             heapq.heappush(self._leaves, entry)
         if removed and self._on_change:
-            self._on_change([], removed)
+            self._on_change.removed(removed)
         return num_freed
 
     def check_integrity(self) -> None:

@@ -26,6 +26,7 @@ from services.kv.kv_pool import KvPool
 from services.kv.layout import Compatibility, KvLayout
 from services.kv.lease import LeaseTable
 from services.kv.memory import KvMemory
+from services.kv.prefix import OnChange
 from services.kv.puller import Puller
 from services.kv.transport import Transport, TransportKind, create_transport, new_instance_id
 from services.runtime.errors import ConfigError
@@ -53,10 +54,10 @@ class RankKv:
 
     def __init__(
         self, memory: KvMemory, open_transport: Callable[[str], Transport], compatibility: Compatibility, clock: Callable[[], float],
-        fence_rule: FenceRule,
+        fence_rule: FenceRule, on_change: OnChange | None = None,
     ) -> None:
         self.memory = memory
-        self.pool = KvPool(memory)
+        self.pool = KvPool(memory, on_change)
         self.compatibility = compatibility
         self.lock = threading.Lock()
         self._open_transport, self._clock, self._fence_rule = open_transport, clock, fence_rule
@@ -179,8 +180,11 @@ def open_rank_kv(
     clock: Callable[[], float] = time.monotonic,
     fence_rule: FenceRule = FenceRule(),
     kv_network: str = "",
+    on_change: OnChange | None = None,
 ) -> RankKv:
     """Allocate and register `num_pages` pages under a fresh instance id; `fabric` is for the "local" transport, `clock` times leases.
+
+    `on_change` hears what the prefix cache stores and removes.
 
     Raises ConfigError when the machine has not that much memory available, or no device in `kv_network` (a CIDR; "" = any).
     """
@@ -195,4 +199,4 @@ def open_rank_kv(
             kv_network=kv_network,
         )
 
-    return RankKv(memory, open_transport, compatibility, clock, fence_rule)
+    return RankKv(memory, open_transport, compatibility, clock, fence_rule, on_change)

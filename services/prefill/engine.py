@@ -286,12 +286,13 @@ def serve(config: Config, rank: int, channel: EngineChannel[Command, Event], ste
         token_s=loaded.token_s,
     )
     engine.handoffs.on_renewed = lambda former: channel.send(loaded.up(config.prefill.max_running, former))
+    engine.handoffs.on_turn = loaded.turn
     engine.start()
     channel.send(loaded.up(config.prefill.max_running))
     while engine.turn():
         pass
     engine.close()
-    loaded.kv.close()
+    loaded.close()
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class Handoffs:
 
     def __init__(self, kv: RankKv, step_clock: StepClock) -> None:
         self.on_renewed: Callable[[str], None] = lambda former: None  # set before start(); runs when the transfer agent was renewed
+        self.on_turn: Callable[[], None] = lambda: None  # set before start(); what else this thread does at each turn
         self._kv, self._step_clock = kv, step_clock
         self._peers = Peers(lambda: kv.transport)
         self._ended: deque[LeaseEnded] = deque()  # bounded: a lease ends once, and only the main loop, which takes these, begins any
@@ -140,6 +141,7 @@ class Handoffs:
                 self._ended.append(event)
         if former := self._kv.renew_if_due():
             self.on_renewed(former)
+        self.on_turn()
 
     def take_ended(self) -> list[LeaseEnded]:
         """Leases that ended since the last call. Raises EngineError once the thread is dead: without it no lease ever ends."""

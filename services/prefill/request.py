@@ -71,7 +71,7 @@ class Request:
         """Put full, final pages into the prefix cache."""
         num_final = min(self.prompt.num_computed // PAGE_SIZE, len(self.prompt.digests))
         if num_final > self.num_stored:
-            pool.insert(self.prompt.digests[:num_final], self.prompt.pages[:num_final])
+            pool.insert(self.prompt.digests[:num_final], self.prompt.pages[:num_final], self.run.token_ids)
             self.num_stored = num_final
 
     def store_last(self, pool: KvPool, page: int, next_id: int) -> None:
@@ -79,7 +79,7 @@ class Request:
         if self.prompt.num_tokens % PAGE_SIZE == 0:
             before = list(self.prompt.digests)
             digest = page_digest(before[-1] if before else ROOT, self.run.token_ids[-PAGE_SIZE:], next_id, self.run.salt)
-            pool.insert([*before, digest], [*self.prompt.pages[: len(before)], page])
+            pool.insert([*before, digest], [*self.prompt.pages[: len(before)], page], self.run.token_ids)
 
 
 class Requests:

@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+from services.kv.events import KvEventPublisher
 from services.kv.fault_control import fault_plan
 from services.kv.layout import PAGE_SIZE, KvLayout, compatibility
 from services.kv.pages import Holder, HolderKind
@@ -14,6 +15,7 @@ from services.model.params import SAMPLER_VERSION
 from services.prefill.forward import PrefillChunk, PrefillForward
 from services.runtime.config import Config
 from services.runtime.ipc import Up
+from services.runtime.security import Security
 
 _WARM_PAGES = 4
 
@@ -27,6 +29,7 @@ class Loaded:
     forward: PrefillForward
     max_model_len: int
     token_s: float  # seconds that a prompt token takes
+    events: KvEventPublisher | None  # None: kv_events is off
 
     def up(self, max_running: int, former_instance_id: str = "") -> Up:
         """The rank's first event, and what it says when it has renewed its transfer agent."""
@@ -34,7 +37,19 @@ class Loaded:
             instance_id=self.kv.instance_id, peer=self.kv.transport.metadata(), fingerprint=self.kv.compatibility.fingerprint,
             max_model_len=self.max_model_len, vocab_size=self.model.vocab_size, page_size=PAGE_SIZE, num_pages=self.kv.pool.num_pages,
             max_running=max_running, former_instance_id=former_instance_id,
+            kv_events_port=self.events.port if self.events else 0, kv_replay_port=self.events.replay_port if self.events else 0,
         )
+
+    def turn(self) -> None:
+        """What the hand-off thread does besides hand-offs."""
+        if self.events:
+            self.events.turn()
+
+    def close(self) -> None:
+        """Once no thread uses it any more."""
+        if self.events:
+            self.events.close()
+        self.kv.close()
 
 
 def load(config: Config, rank: int) -> Loaded:
@@ -50,9 +65,11 @@ def load(config: Config, rank: int) -> Loaded:
         num_layers=model.num_hidden_layers, kv_lora_rank=model.kv_lora_rank, rope_dim=model.qk_rope_head_dim, dtype=section.dtype
     )
     mine = compatibility(dataclasses.asdict(model), revision(folder), layout, sampler_version=SAMPLER_VERSION)
+    events = KvEventPublisher.open(section, "prefill", rank, folder, Security.of(config.security))
     kv = open_rank_kv(layout=layout, num_pages=section.num_pages, transport=section.transport, compatibility=mine,
-                      faults=fault_plan(config.faults, "prefill", rank), kv_network=section.kv_network)
-    return Loaded(model, kv, forward, longest, warm_up(forward, kv))
+                      faults=fault_plan(config.faults, "prefill", rank), kv_network=section.kv_network,
+                      on_change=events.log if events else None)
+    return Loaded(model, kv, forward, longest, warm_up(forward, kv), events)
 
 
 def warm_up(forward: PrefillForward, kv: RankKv) -> float:

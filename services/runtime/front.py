@@ -173,6 +173,12 @@ class Front:
                 instance_id=up.instance_id, role=self._role, pool_address=member.address, rank=rank.rank, peer=up.peer,
                 former_instance_id=up.former_instance_id,
             ))
+            if up.kv_events_port:
+                host = member.address.rpartition(":")[0]
+                member.kv_events.append(registry_pb2.KvEventSource(
+                    instance_id=up.instance_id, endpoint=f"tcp://{host}:{up.kv_events_port}",
+                    replay_endpoint=f"tcp://{host}:{up.kv_replay_port}",
+                ))
         return member
 
     def _advertised(self, local_host: str) -> str:

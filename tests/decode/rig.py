@@ -19,6 +19,7 @@ from services.kv.lease import LeaseEnded
 from services.kv.local_transport import LocalFabric
 from services.kv.messages import HandoffState, PeerRank, PenaltyCounts, RequestKey
 from services.kv.pages import Holder, HolderKind
+from services.kv.prefix import OnChange
 from services.kv.rank_kv import RankKv, open_rank_kv
 from services.model.params import SamplingParams
 from services.runtime.engine import StepClock
@@ -148,11 +149,12 @@ class Rig:
 
     def __init__(self, *, num_pages: int = 32, max_running: int = 8, max_claims: int = 16, max_model_len: int = 2048,
                  layout: KvLayout = LAYOUT, prefill: Prefill = scripted_prefill, forward: Forward | None = None,
-                 beside: "Rig | None" = None) -> None:
+                 beside: "Rig | None" = None, on_change: OnChange | None = None) -> None:
         self.clock, self.fabric = (beside.clock, beside.fabric) if beside else (Clock(), LocalFabric())
         self.holder = beside.holder if beside else ScriptedHolder(self.fabric, self.clock, layout=layout, prefill=prefill)
         self.kv = open_rank_kv(
-            layout=layout, num_pages=num_pages, transport="local", compatibility=SAME, fabric=self.fabric, clock=self.clock
+            layout=layout, num_pages=num_pages, transport="local", compatibility=SAME, fabric=self.fabric, clock=self.clock,
+            on_change=on_change,
         )
         self.forward = ScriptedForward()
         self.events: list[RequestEvent] = []

@@ -3,6 +3,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,11 +24,16 @@ from services.decode.messages import (
     StepOut,
     Submit,
 )
+from services.kv.events import KvEventPublisher
+from services.kv.hash import page_digests
 from services.kv.messages import PeerRank, RequestKey
+from services.runtime.config import DecodeSection, SecuritySection
 from services.runtime.engine import StepClock
 from services.runtime.errors import EngineError
 from services.runtime.ipc import RankLoad, Stop
+from services.runtime.security import Security
 from tests.decode.rig import Rig, greedy, mono
+from tests.kv.event_reader import Reader
 
 PROMPT = [3 + 7 * i % 240 for i in range(150)]
 PATIENCE_S = 10.0
@@ -57,11 +63,11 @@ class FakeChannel:
 class Threads:
     """A rank with its threads, the holder driven by the test's own."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, events: KvEventPublisher | None = None) -> None:
         self.rig, self.channel = rig, FakeChannel(rig)
         self.raised: list[BaseException] = []
         self.renewed: list[str] = []  # former instance ids
-        self.handoff = HandoffThread(self.channel, rig.kv, rig.fetcher, rig.loop, StepClock(), self.renewed.append)  # type: ignore[arg-type]
+        self.handoff = HandoffThread(self.channel, rig.kv, rig.fetcher, rig.loop, StepClock(), self.renewed.append, events)  # type: ignore[arg-type]
         self.main = threading.Thread(target=self._run, daemon=True)
         self.handoff.start()
         self.main.start()
@@ -107,6 +113,29 @@ def test_request_goes_through_both_threads(threads: Threads) -> None:
     assert threads.rig.tokens(1) == mono(PROMPT, 5)
     threads.submit(2, 5)  # the loop blocked on its inbox meanwhile
     threads.until(lambda: len(threads.rig.of(Finished)) == 2)
+
+
+def test_pages_fetched_and_pages_filled_are_told_as_events(make_rig: Callable[..., Rig]) -> None:
+    events = KvEventPublisher.open(DecodeSection(), "decode", 0, Path("m"), Security.of(SecuritySection()))
+    assert events is not None
+    threads = Threads(make_rig(num_pages=64, on_change=events.log), events)
+    reader = Reader(events.port, events.replay_port)
+    threads.submit(1, 60)
+    ids = PROMPT + mono(PROMPT, 60)
+    digests = page_digests(ids)
+
+    def is_told() -> bool:
+        reader.ask()
+        reader.hear()
+        return len(reader.copy.pages) == len(digests) == 3  # two of the prompt, one that 42 tokens more have filled
+
+    threads.until(is_told)
+    assert reader.copy.pages == {
+        digest: (digests[index - 1] if index else None, ids[64 * index : 64 * (index + 1)]) for index, digest in enumerate(digests)
+    }
+    threads.stop()
+    reader.close()
+    events.close()
 
 
 def test_cancel_behind_its_submit_is_never_lost(threads: Threads) -> None:

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from services.kv.hash import page_digests
+from services.kv.hash import ROOT, page_digests
 from services.kv.kv_pool import KvPool
 from services.kv.layout import KvLayout
 from services.kv.memory import KvMemory
@@ -14,10 +14,14 @@ from services.kv.pages import Holder, HolderKind
 TINY = KvLayout(num_layers=1, kv_lora_rank=4, rope_dim=4, dtype="float32")
 
 
+def ids_of(*first_ids: int) -> list[int]:
+    """A prompt whose page i is full of first_ids[i]."""
+    return [first for first in first_ids for _ in range(64)]
+
+
 def digests_of(*first_ids: int) -> list[bytes]:
-    """Digests of a prompt whose page i is full of first_ids[i]."""
-    ids = [first for first in first_ids for _ in range(64)]
-    return page_digests([*ids, 0])
+    """Digests of that prompt."""
+    return page_digests([*ids_of(*first_ids), 0])
 
 
 def cached(kv: KvPool, *first_ids: int) -> list[int]:
@@ -26,7 +30,7 @@ def cached(kv: KvPool, *first_ids: int) -> list[int]:
     digests = digests_of(*first_ids)
     have = kv.match(digests, holder)
     pages = have + kv.take(len(digests) - len(have), holder)
-    kv.insert(digests, pages)
+    kv.insert(digests, pages, ids_of(*first_ids))
     kv.release(holder)
     return pages
 
@@ -78,7 +82,7 @@ def test_pinned_pages_are_never_evicted_but_what_lies_above_a_pinned_leaf_is():
     digests = page_digests([1] * 64 + [0] + [0] * 63 + [0])  # page 0 as cached above, then a page of zeros
     mine = request("mine")
     private = kv.take(2, mine)  # computed both pages itself: the cache keeps the older copy of the first one
-    kv.insert(digests, private)
+    kv.insert(digests, private, [1] * 64 + [0] * 64)
     assert kv.pages.holders_of(private[0]) == {mine}
     assert kv.num_available == 2
     assert len(kv.take(2, request("other"))) == 2
@@ -87,13 +91,29 @@ def test_pinned_pages_are_never_evicted_but_what_lies_above_a_pinned_leaf_is():
     kv.check_integrity()
 
 
+class Heard:
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def stored(self, parent, digests, ids):
+        self.told.append((parent, digests, ids))
+
+    def removed(self, digests):
+        self.told.append(digests)
+
+
 def test_on_change_tells_stored_and_removed():
-    told = []
-    kv = KvPool(KvMemory(TINY, 2), on_change=lambda stored, removed: told.append((stored, removed)))
+    heard = Heard()
+    kv = KvPool(KvMemory(TINY, 3), heard)
     cached(kv, 1, 2)
-    kv.take(2, request("x"))
-    first, second = digests_of(1, 2)
-    assert told == [([first, second], []), ([], [second, first])]
+    cached(kv, 1, 2, 3)
+    kv.take(3, request("x"))
+    first, second, third = digests_of(1, 2, 3)
+    assert digests_of(1, 2)[0] == first
+    other = digests_of(1, 2)[1]
+    assert heard.told == [(ROOT, [first, other], ids_of(1, 2)), [other], (first, [second, third], ids_of(2, 3)), [third, second, first]]
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -125,7 +145,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.kv.pages.is_writable(page, holder)
             self.kv.memory.page_bytes_view()[page] = self.num % 251
         self.marks[holder] = {page: int(self.kv.memory.page_bytes_view()[page, 0]) for page in have + pages}
-        self.kv.insert(digests, have + pages)
+        self.kv.insert(digests, have + pages, ids_of(*prompt))
         return holder
 
     @rule(holder=running)

@@ -186,6 +186,8 @@ class Checks:
         """All invariants of the ranks that the last event touched."""
         for rank in self.touched:
             rank.kv.check_integrity()
+            rank.kv.told.number()
+            assert rank.kv.told.digests == rank.kv.pool.cache.digests, f"events and prefix cache of {rank.id} differ"
         self._check_reads()
         self._check_leases()
         self._check_ended()

@@ -98,7 +98,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     "prefix cache filled before verification": (
         Edit("services.decode.fetch", "Fetcher._take_pages", "        request.num_cached_pages = len(cached)\n",
              "        request.num_cached_pages = len(cached)\n"
-             "        pool.insert(request.digests, request.pages[: len(request.digests)])\n"),
+             "        pool.insert(request.digests, request.pages[: len(request.digests)], request.token_ids)\n"),
     ),
     "old attempt's announcement accepted": (
         Edit("services.kv.puller", "Puller.handle", "pull = self._pulls.get(message.key)",

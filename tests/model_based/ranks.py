@@ -7,6 +7,7 @@ from services.decode.fetch import Fetcher
 from services.decode.loop import DecodeLoop
 from services.decode.messages import Cancel, MoveCommand, MoveStart, RequestEvent, SessionLost, Submit
 from services.decode.request import Request
+from services.kv.event_log import KvEventLog
 from services.kv.exchange import Exchange, HandoffEvent
 from services.kv.lease import LeaseEnded
 from services.kv.local_transport import LocalTransport
@@ -38,7 +39,8 @@ class WatchedKv(RankKv):
         def open_transport(_: str) -> LocalTransport:  # ids that sort and repeat, unlike random ones
             return LocalTransport(world.new_instance(name), memory, SAME, world.fabric)
 
-        super().__init__(memory, open_transport, SAME, world.clock, FENCE_RULES[world.num_incarnations % 2])
+        self.told = KvEventLog(0)
+        super().__init__(memory, open_transport, SAME, world.clock, FENCE_RULES[world.num_incarnations % 2], self.told)
 
     def _new_exchange(self, ended: list[HandoffEvent] | None = None) -> Exchange:
         exchange = super()._new_exchange(ended)
@@ -55,9 +57,9 @@ class Rank:
         self.memory = self.kv.memory
         insert, match = self.kv.pool.insert, self.kv.pool.match
 
-        def checked_insert(digests: Sequence[bytes], pages: Sequence[int]) -> list[bytes]:
+        def checked_insert(digests: Sequence[bytes], pages: Sequence[int], token_ids: Sequence[int]) -> list[bytes]:
             world.check_cached(self, digests, pages, "enters the prefix cache")
-            return insert(digests, pages)
+            return insert(digests, pages, token_ids)
 
         def checked_match(digests: Sequence[bytes], holder: Holder) -> list[int]:
             pages = match(digests, holder)

@@ -39,7 +39,7 @@ def step(pool: KvPool, scheduler: Scheduler) -> dict[str, int]:
     for chunk in plan.chunks:
         scheduler.advance(chunk)
         num_final = min(chunk.prompt.num_computed // PAGE_SIZE, len(chunk.prompt.digests))
-        pool.insert(chunk.prompt.digests[:num_final], chunk.prompt.pages[:num_final])
+        pool.insert(chunk.prompt.digests[:num_final], chunk.prompt.pages[:num_final], [0] * chunk.prompt.num_tokens)
         if chunk.is_last:
             scheduler.remove(chunk.prompt.key)
     pool.check_integrity()

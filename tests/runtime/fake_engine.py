@@ -11,7 +11,8 @@ from services.runtime.engine import StepClock, run_engine
 from services.runtime.errors import EngineError, SetupError
 from services.runtime.ipc import EngineChannel, RankLoad, Stop, Up
 
-UP = Up(instance_id="fake", peer=b"", fingerprint="f", max_model_len=100, vocab_size=260, page_size=64, num_pages=8, max_running=4)
+UP = Up(instance_id="fake", peer=b"", fingerprint="f", max_model_len=100, vocab_size=260, page_size=64, num_pages=8, max_running=4,
+        kv_events_port=7001, kv_replay_port=7002)
 
 
 def body(config: Config, rank: int, channel: EngineChannel[Any, Any], clock: StepClock) -> None:

@@ -168,8 +168,10 @@ async def test_a_renewed_agent_is_listed_with_its_former_instance_id(behave: Cal
     behave("renews")
     async with fronted() as world:
         await until(lambda: world.pool.told == [("fake", "fake2")], "the pool has heard of it")
-        (rank,) = world.front._member("127.0.0.1").ranks  # pyright: ignore[reportPrivateUsage]
+        member = world.front._member("127.0.0.1")  # pyright: ignore[reportPrivateUsage]
+        ((rank,), (source,)) = member.ranks, member.kv_events
         assert (rank.instance_id, rank.former_instance_id) == ("fake2", "fake")
+        assert (source.instance_id, source.endpoint, source.replay_endpoint) == ("fake2", "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002")
         assert [load.instance_id for load in world.front._load_reports()] == ["fake2"], "its load goes with it"  # pyright: ignore[reportPrivateUsage]
         await world.until_health([SERVING] * 3)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import grpc.aio
 import psutil
+import zmq.auth
 
 from proto.baton.v1 import generation_pb2, generation_pb2_grpc, registry_pb2_grpc
 from services.doctor.chaos.control import RankControl
@@ -83,11 +84,14 @@ class Stage:
         else:
             self._network = Network()
         ip = self._network.ip if self._network else "127.0.0.1"
-        security = [] if self._network is None else ["security.insecure=true"]  # nobody else reaches these namespaces
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        security: list[str] = []
+        if self._network:  # nobody else reaches these namespaces, but ZMQ beyond loopback goes under CURVE or not at all
+            _, curve_key = zmq.auth.create_certificates(self._log_dir, "curve")
+            security = ["security.insecure=true", f"security.curve_key={curve_key}"]
         self._server = Server(f"{ip}:0", ["baton.v1.Registry"], Security.of(load_config(CONFIG, security).security))
         self._server.add(registry_pb2_grpc.add_RegistryServicer_to_server, self.watcher)
         await self._server.start()
-        self._log_dir.mkdir(parents=True, exist_ok=True)
         self._cluster = Cluster(
             CONFIG, prefill=0, decode=0, settings=[*SETTINGS, *security, *self._settings, f"router.address={ip}:{_free_port(ip)}"],
             more_routers=[self._server.address], log_dir=self._log_dir,
