@@ -16,7 +16,6 @@ DIGEST_BYTES = 16
 ROOT = bytes(DIGEST_BYTES)  # parent of a prompt's first page
 
 _EMPTY = hashlib.blake2b(digest_size=DIGEST_BYTES)  # a copy of it costs less than its arguments
-_PAGE_BYTES = 4 * PAGE_SIZE
 
 
 def page_digest(parent: bytes, ids: Sequence[int], next_id: int, salt: bytes = b"") -> bytes:
@@ -36,11 +35,11 @@ def page_digests(ids: Sequence[int], salt: bytes = b"") -> list[bytes]:
 def _chain(parent: bytes, words: bytes, salt: bytes) -> list[bytes]:
     """Digests of all pages of `words` (ids as little-endian u32) whose next id is there, the first one's parent given."""
     salted = len(salt).to_bytes(4, "little") + salt
-    fresh = _EMPTY.copy
+    fresh, page_bytes = _EMPTY.copy, 4 * PAGE_SIZE
     digests: list[bytes] = []
-    for start in range(0, len(words) - _PAGE_BYTES, _PAGE_BYTES):
+    for start in range(0, len(words) - page_bytes, page_bytes):
         page = fresh()
-        page.update(parent + salted + words[start : start + _PAGE_BYTES + 4])
+        page.update(parent + salted + words[start : start + page_bytes + 4])
         parent = page.digest()
         digests.append(parent)
     return digests
