@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Creates .venv and installs what Baton needs. Run by `make`; safe to run again after a failure.
+# Creates .venv and installs what Baton needs. Run by `make`; safe to run again after a failure. deploy/Dockerfile runs it too, and names
+# another VENV, other EXTRAS of pyproject.toml, TORCH_BACKEND (cpu, or one of PyTorch's own, e.g. cu130).
 # torch comes first and by its exact version, so that nothing else can draw in another build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 TORCH="torch==2.13.0"
 PYTHON="${PYTHON:-python3}"
+VENV="${VENV:-.venv}"
+EXTRAS="${EXTRAS-dev}"
+TORCH_BACKEND="${TORCH_BACKEND:-cpu}"
 
 fail() { echo "setup: $1" >&2; exit 1; }
 step() { echo "setup: $1"; }
@@ -18,35 +22,39 @@ command -v "$PYTHON" >/dev/null || fail "$PYTHON is not installed; install Pytho
 free_mb=$(df -Pm . | awk 'NR==2 {print $4}')
 [ "$free_mb" -gt 4000 ] || fail "only $free_mb MB are free here, but 4000 MB are needed (about 2000 stay in use); free some space"
 
-[ -x .venv/bin/python ] || { step "creating .venv with $("$PYTHON" --version)"; "$PYTHON" -m venv .venv; }
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+[ -x "$VENV/bin/python" ] || { step "creating $VENV with $("$PYTHON" --version)"; "$PYTHON" -m venv "$VENV"; }
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 install() {  # progress bars where somebody looks, nothing but warnings and errors elsewhere
   if [ -t 1 ]; then pip install --progress-bar on "$@"; else pip install -q --progress-bar off "$@"; fi
 }
 step "1/3 pip"
 pip install -q --upgrade pip || fail "pip cannot reach a package index; check the network or pip's configuration"
 
-step "2/3 $TORCH (about 200 MB as a CPU build)"
-if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '${TORCH#*==}')" 2>/dev/null; then
+uv_torch() { pip install -q uv && "$VENV/bin/python" -m uv pip install -q --python "$VENV/bin/python" --torch-backend="$TORCH_BACKEND" "$TORCH"; }
+step "2/3 $TORCH for $TORCH_BACKEND (about 200 MB as a CPU build)"
+if [ "$TORCH_BACKEND" != cpu ]; then
+  uv_torch || fail "PyTorch has no build of $TORCH for $TORCH_BACKEND here; see the lines above"
+elif ! "$VENV/bin/python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '${TORCH#*==}')" 2>/dev/null; then
   plan=$(pip install --dry-run --quiet --report - "$TORCH" 2>/dev/null) || fail "pip finds no $TORCH for this Python and machine; Python 3.11 to 3.13 on x86-64 or aarch64 have it"
   if grep -q '"name": *"nvidia-' <<<"$plan"; then
     step "    pip would bring CUDA's libraries too (gigabytes); asking uv for the CPU build instead"
-    pip install -q uv && .venv/bin/python -m uv pip install -q --python .venv/bin/python --torch-backend=cpu "$TORCH" 2>/dev/null \
+    uv_torch 2>/dev/null \
       || step "    no CPU build to be had here; installing the CUDA build"
   fi
   install "$TORCH" || fail "installing $TORCH failed; see the lines above"
 fi
 
 step "3/3 everything else (about 150 MB)"
-.venv/bin/python - <<'EOF' > .venv/requirements.txt
+"$VENV/bin/python" - $EXTRAS <<'EOF' > "$VENV/requirements.txt"
+import sys
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+wanted = project["dependencies"] + [item for extra in sys.argv[1:] for item in project["optional-dependencies"][extra]]
 print("\n".join(item for item in wanted if not item.startswith("torch")))
 EOF
-install "$TORCH" -r .venv/requirements.txt || fail "installing .venv/requirements.txt failed; see the lines above"
-.venv/bin/python - <<'EOF' || fail "an installed package does not import; see the line above, then run: rm -rf .venv && make setup"
+install "$TORCH" -r "$VENV/requirements.txt" || fail "installing $VENV/requirements.txt failed; see the lines above"
+"$VENV/bin/python" - <<'EOF' || fail "an installed package does not import; see the line above, then run: rm -rf $VENV && make setup"
 import grpc, msgspec, nixl_cu13, numpy, safetensors, tokenizers, torch, zmq  # noqa: F401
 EOF
-touch .venv/.ready
+touch "$VENV/.ready"
 step "done"

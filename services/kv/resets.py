@@ -16,7 +16,8 @@ their own time. A reader must see resets, for a killed holder fails its reads by
 For the same reason they send no keepalive probes, which UCX asks for where it connects: to a holder that stands still for 16 s, its readers
 gone, these do what a reset does. TCP's other time-out, for bytes that nobody acknowledges, takes a quarter of an hour.
 
-A socket filter of classic BPF on one's own socket needs no privilege. Accepted sockets inherit that of the socket that listens.
+A socket filter of classic BPF on one's own socket needs no privilege; on TCP sockets newer kernels (6.18 among them) want CAP_NET_ADMIN.
+Accepted sockets inherit that of the socket that listens.
 """
 import contextlib
 import ctypes
@@ -46,11 +47,11 @@ class ResetGuard:
         self._is_refused = False
 
     def spread(self) -> None:
-        """Guard the TCP sockets opened since the last call. A kernel without socket filters is told of once; resets then end the rank."""
-        if self._is_refused:
-            return
+        """Guard the TCP sockets opened since the last call. A kernel that takes no filter is told of once; resets then end the rank."""
         present: set[str] = set()
         for fd in os.listdir("/proc/self/fd"):
+            if self._is_refused:
+                return
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 name = os.readlink(f"/proc/self/fd/{fd}")
                 if name.startswith("socket:"):
@@ -69,4 +70,5 @@ class ResetGuard:
             except OSError as error:
                 self._is_refused = True
                 count_incident("reset guard refused")
-                _log.warning("this kernel takes no socket filter (%s): UCX may end this rank when a reader of it dies", error)
+                _log.warning("this kernel takes no socket filter from us (%s; newer ones want CAP_NET_ADMIN): over TCP, UCX may end this "
+                             "rank when a reader of it dies", error)
