@@ -16,8 +16,9 @@ from proto.baton.v1 import generation_pb2, generation_pb2_grpc, registry_pb2_grp
 from services.model.config import load_config as load_model_config
 from services.router.chat import ChatTemplate
 from services.router.dispatch import Dispatcher
-from services.router.metrics import RANKS, counted
+from services.router.metrics import PREFIX_PAGES, RANKS, counted
 from services.router.pool import ROLES, Pool
+from services.router.prefix_index import SOURCES
 from services.router.registry import RegistryServicer
 from services.router.tokenizer import Tokenizer, load_template, load_tokenizer
 from services.router.validate import Limits, Request, validate
@@ -154,6 +155,8 @@ class Router:
             await self._set_ready("" if self.pool.pairable() else _NO_PAIR)
             for role in ROLES:
                 RANKS.labels(role).set(len(self.pool.usable(role)))
+            for source in SOURCES:
+                PREFIX_PAGES.labels(source).set(self.pool.index.count_pages(source))
             with contextlib.suppress(TimeoutError):
                 await self.pool.wait_changed(1.0)
 
