@@ -213,6 +213,7 @@ def test_scrapes_under_load_harm_nobody_and_see_whole_states(rig: Rig) -> None:
     assert max(samples.get("baton_decode_used_pages", 0.0) for samples in seen) > 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_told_and_comes_back(rig: Rig) -> None:
     before = scrape(rig, "router")
     died = rig.cluster.metrics_targets()["decode/0"][1]

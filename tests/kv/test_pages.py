@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.kv.pages import Holder, HolderKind, PagePool
+from services.kv.pages import Holder, HolderKind, PageCounts, PagePool
 from services.runtime.errors import EngineError
 
 A, B = Holder(HolderKind.REQUEST, "a"), Holder(HolderKind.REQUEST, "b")
@@ -71,3 +71,20 @@ def test_check_integrity_finds_damage():
     pool._free.append(page)
     with pytest.raises(EngineError, match=str(page)):
         pool.check_integrity()
+
+
+def test_every_page_counts_in_one_state(pool):
+    """Quarantined before a request's, a request's before a lease's, a lease's before the cache's."""
+    pages = pool.take(3, A)
+    pool.hold(pages, LEASE)
+    pool.hold(pages[:2], Holder(HolderKind.CACHE, b"d"))
+    pool.hold(pages[:1], Holder(HolderKind.READ, 1))
+    assert pool.counts == PageCounts(free=1, cached=0, leased=0, request=3, quarantined=0)
+    pool.release(A)
+    assert pool.counts == PageCounts(free=1, cached=0, leased=2, request=1, quarantined=0)
+    pool.hold(pages[:1], Holder(HolderKind.QUARANTINE, 1))
+    pool.release(Holder(HolderKind.READ, 1))
+    pool.release(LEASE)
+    assert pool.counts == PageCounts(free=2, cached=1, leased=0, request=0, quarantined=1) and pool.counts.used == 1
+    pool.release(Holder(HolderKind.QUARANTINE, 1))
+    assert pool.counts == PageCounts(free=2, cached=2, leased=0, request=0, quarantined=0) and sum(pool.counts) == 4
