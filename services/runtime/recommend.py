@@ -59,7 +59,7 @@ async def main(arguments: argparse.Namespace, stopping: asyncio.Event | None = N
         raise Interrupted("interrupted; nothing was changed")
     if len(snapshots) < 2:
         raise SetupError(f"--window is {window_s:g} s but fewer than two readings lie in it; give a longer one, of some scrapes")
-    measured = measure(snapshots)
+    measured = measure(snapshots, targets.quantile)
     advice = recommend(measured.prefill, measured.decode, targets)
     if not any(each.ranks for each in advice):
         names = ", ".join(sorted(snapshots[-1].processes))
@@ -132,13 +132,12 @@ def _print(measured: Measured, advice: tuple[Advice, Advice], targets: Targets) 
 
 
 def _table(measured: Measured, advice: tuple[Advice, Advice], targets: Targets) -> Table:
-    table = Table(title=f"measured for {measured.window_s:.0f} s; {100 * targets.headroom:.0f} % headroom", title_justify="left")
-    for name in ("pool", "ranks", "wanted"):
-        table.add_column(name, justify="left" if name == "pool" else "right", no_wrap=True)
-    table.add_column("binds", no_wrap=True)
-    for name in ("", "seen", "predicted", "target", "busy"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    latencies = {"prefill": ("TTFT", measured.ttft_s, targets.ttft_s), "decode": ("ITL", measured.itl_s, targets.itl_s)}
+    title = f"measured for {measured.window_s:.0f} s; {100 * targets.headroom:.0f} % headroom"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("pool", "ranks", "wanted", "binds", "latency", "seen", "predicted", "target", "busy"):
+        table.add_column(name, justify="left" if name in ("pool", "binds", "latency") else "right", no_wrap=True)
+    shown = f"TTFT p{100 * targets.quantile:.0f}"
+    latencies = {"prefill": (shown, measured.ttft_s, targets.ttft_s), "decode": ("ITL mean", measured.itl_s, targets.itl_s)}
     for each in advice:
         name, seen_s, target_s = latencies[each.role]
         busy = "-" if each.utilisation is None else f"{100 * each.utilisation:.0f} %"
@@ -148,4 +147,6 @@ def _table(measured: Measured, advice: tuple[Advice, Advice], targets: Targets) 
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000 * seconds:.0f} ms"
+    if seconds is None:
+        return "-"
+    return f"{1000 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.0f} s"

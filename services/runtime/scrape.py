@@ -15,15 +15,15 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.runtime.errors import ConfigError, SetupError
-from services.runtime.window import Snapshot
+from services.runtime.window import TTFT_BUCKET, Snapshot
 
 _TIMEOUT_S = 3.0
 _MOST_BYTES = 8 << 20  # of an answer: a process says about 20 kB
 _AT_ONCE = 16
-_LABELS = ("state", "outcome")  # those of our own that tell series of a process apart
+_LABELS = ("state", "outcome", "le")  # those of our own that tell series of a process apart
 _WANTED = (  # what services/runtime/window.py reads
     "baton_prefill_.*|baton_decode_(claims|running|used_pages|tokens_total)|baton_(decode_accept_length|decode_itl_seconds)_(sum|count)"
-    "|baton_step_seconds_(sum|count)|baton_request_ttft_seconds_(sum|count)|baton_requests_.*|baton_engine_busy_seconds_total"
+    "|baton_step_seconds_(sum|count)|baton_request_ttft_seconds_bucket|baton_requests_.*|baton_engine_busy_seconds_total"
     "|baton_kv_pages|baton_kv_pages_capacity|baton_max_running"
 )
 
@@ -52,11 +52,11 @@ def read_targets(path: Path) -> dict[str, str]:
 
 
 def series_of(text: str) -> dict[str, float]:
-    """The samples of an exposition; of histograms' buckets nothing is kept. Raises ValueError for what is no exposition."""
+    """The samples of an exposition; buckets are kept of TTFT alone. Raises ValueError for what is no exposition."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name.startswith("baton_") and "le" not in sample.labels:
+            if sample.name.startswith("baton_") and ("le" not in sample.labels or sample.name == TTFT_BUCKET):
                 key = _key(sample.name, sample.labels)
                 found[key] = found.get(key, 0.0) + sample.value
     return found

@@ -120,7 +120,11 @@ class _Bound:
         value = self.value(ranks, times)
         if not self.is_time:
             return f"{100 * value:.0f} %"
-        return "without end" if math.isinf(value) else f"{1000 * value:.0f} ms"
+        if math.isinf(value):
+            return "without end"
+        if value >= 10:
+            return f"{value:.0f} s"
+        return f"{1000 * value:.0f} ms" if value > 0 else "less"
 
 
 def recommend(prefill: PrefillSample, decode: DecodeSample, targets: Targets) -> tuple[Advice, Advice]:
@@ -201,14 +205,15 @@ def _itl_bound(sample: DecodeSample, itl_s: Callable[[int, float], float], targe
         return max(measured_s, itl_s(ranks, times))
 
     is_lone = (sample.batch or 0.0) <= _LONE_BATCH
-    return _time_bound("ITL", without_slope, targets.itl_s, measured_s if is_lone else 0.0)
+    note = " (how steps grow with batches was not to be seen: nothing is promised but the direction)"
+    return _time_bound("ITL", without_slope, targets.itl_s, measured_s if is_lone else 0.0, note)
 
 
-def _time_bound(name: str, value: Callable[[int, float], float], target_s: float, lone_s: float) -> _Bound:
+def _time_bound(name: str, value: Callable[[int, float], float], target_s: float, lone_s: float, note: str = "") -> _Bound:
     """`lone_s`: what the latency is with nobody else there. A target below, or hardly above, is out of any pool's reach."""
     within_reach_s = _REACH * lone_s
     if target_s >= within_reach_s:
-        return _Bound(name, value, target_s, is_time=True)
+        return _Bound(name, value, target_s, is_time=True, note=note)
     note = f" (the target of {1000 * target_s:.0f} ms is out of reach: it takes {1000 * lone_s:.0f} ms with nobody else there)"
     return _Bound(name, value, within_reach_s, is_time=True, note=note)
 

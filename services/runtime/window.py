@@ -28,7 +28,7 @@ MAX_RUNNING = "baton_max_running"
 STEP_SUM, STEP_COUNT = "baton_step_seconds_sum", "baton_step_seconds_count"
 ACCEPT_SUM, ACCEPT_COUNT = "baton_decode_accept_length_sum", "baton_decode_accept_length_count"
 ITL_SUM, ITL_COUNT = "baton_decode_itl_seconds_sum", "baton_decode_itl_seconds_count"
-TTFT_SUM, TTFT_COUNT = "baton_request_ttft_seconds_sum", "baton_request_ttft_seconds_count"
+TTFT_BUCKET = "baton_request_ttft_seconds_bucket"  # {le=...}: the one histogram that is read whole
 REQUESTS_RUNNING, REQUESTS_QUEUED = "baton_requests_running", "baton_requests_queued"
 OUTCOMES = "baton_requests_total"
 REFUSED = ("overloaded", "unavailable")  # outcomes of requests that a larger pool might have served
@@ -51,8 +51,8 @@ class Measured:
     routers: int
     prefill: PrefillSample
     decode: DecodeSample
-    ttft_s: float | None  # means as clients and requests saw them
-    itl_s: float | None
+    ttft_s: float | None  # the quantile asked for, as clients saw it
+    itl_s: float | None  # mean, as running requests saw it
 
 
 class _Window:
@@ -108,8 +108,8 @@ def _grown(before: float | None, after: float | None) -> float:
     return after - before if after >= before else after
 
 
-def measure(snapshots: Sequence[Snapshot]) -> Measured:
-    """Both pools over `snapshots`, at least two, in order of time."""
+def measure(snapshots: Sequence[Snapshot], quantile: float = 0.9) -> Measured:
+    """Both pools over `snapshots`, at least two, in order of time; `quantile` of TTFT."""
     assert len(snapshots) >= 2 and snapshots[-1].at_s > snapshots[0].at_s, "a window has a beginning and an end"
     window = _Window(snapshots)
     routers = window.having(REQUESTS_RUNNING)
@@ -121,8 +121,25 @@ def measure(snapshots: Sequence[Snapshot]) -> Measured:
         window_s=window.seconds, routers=len(routers),
         prefill=_prefill(window, prefill, routers, arrived, offered),
         decode=_decode(window, decode, prefill, offered),
-        ttft_s=window.ratio(routers, TTFT_SUM, TTFT_COUNT), itl_s=window.ratio(decode, ITL_SUM, ITL_COUNT),
+        ttft_s=_quantile(window, routers, TTFT_BUCKET, quantile), itl_s=window.ratio(decode, ITL_SUM, ITL_COUNT),
     )
+
+
+def _quantile(window: _Window, processes: Sequence[str], bucket: str, quantile: float) -> float | None:
+    """Of a histogram, within its bucket by interpolation as PromQL's histogram_quantile does; None where nothing was observed."""
+    grown: dict[float, float] = {}  # upper bound -> observations at or below it
+    for name in {name for process in processes for name in window.last[process] if name.startswith(f"{bucket}{{")}:
+        grown[float(name.partition("=")[2].rstrip("}"))] = window.rate(processes, name)
+    bounds = sorted(grown)
+    if not bounds or grown[bounds[-1]] <= 0:
+        return None
+    wanted, lower, below = quantile * grown[bounds[-1]], 0.0, 0.0
+    for bound in bounds:
+        if grown[bound] >= wanted and math.isfinite(bound):
+            inside = grown[bound] - below
+            return lower + (bound - lower) * ((wanted - below) / inside if inside > 0 else 1.0)
+        lower, below = (bound if math.isfinite(bound) else lower), grown[bound]
+    return lower  # beyond the last bound: at least that
 
 
 def _requests(window: _Window, routers: Sequence[str]) -> tuple[float, float]:

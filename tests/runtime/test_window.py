@@ -23,10 +23,11 @@ def exposition() -> dict[str, float]:
 
 def test_every_series_read_is_one_that_processes_export() -> None:
     series = exposition()
-    assert {name for name in NAMES if name not in series} == {window.OUTCOMES}, "that one has an outcome"
+    assert {name for name in NAMES if name not in series} == {window.OUTCOMES, window.TTFT_BUCKET}, "those have a label more"
     outcomes = {name.partition("=")[2].rstrip("}") for name in series if name.startswith(f"{window.OUTCOMES}{{")}
     assert outcomes == set(router.OUTCOMES) and {*window.REFUSED, *window.NO_LOAD} < outcomes
-    assert not [name for name in series if "bucket" in name], "buckets say nothing that the rule asks"
+    buckets = {name.partition("{")[0] for name in series if "bucket" in name}
+    assert buckets == {window.TTFT_BUCKET}, "others say nothing that is asked"
 
 
 def parts(series: dict[str, float]) -> dict[str, dict[str, float]]:
@@ -55,7 +56,8 @@ def test_samples_from_real_expositions() -> None:
     router.REQUESTS.labels("overloaded").inc(5)
     router.REQUESTS.labels("invalid").inc(50)
     router.RUNNING.set(8)
-    router.TTFT_SECONDS.observe(0.25, 20)
+    router.TTFT_SECONDS.observe(0.06, 15)
+    router.TTFT_SECONDS.observe(0.25, 5)  # in the bucket from 0.2 to 0.3
     prefill.COMPUTED_TOKENS.inc(4000)
     prefill.QUEUED_TOKENS.set(1100)
     prefill.QUEUE_AGE.set(1.5)
@@ -67,7 +69,7 @@ def test_samples_from_real_expositions() -> None:
     shots.append(Snapshot(15.0, parts(exposition())))
     found = measure(shots)
     first, second = found.prefill, found.decode
-    assert (found.window_s, found.routers, found.ttft_s, found.itl_s) == (10.0, 1, pytest.approx(0.25), pytest.approx(0.02))
+    assert (found.window_s, found.routers, found.ttft_s, found.itl_s) == (10.0, 1, pytest.approx(0.26), pytest.approx(0.02))
     assert first.tokens_per_s == pytest.approx((4000 + 1000) / 10 * 30 / 25), "computed, still queued, and refused: 5 beside 25"
     assert first.requests_per_s == pytest.approx(3.0), "20 ended well, 5 more run, 5 were refused; the invalid are no load"
     assert (first.token_s, first.queued_tokens, first.queue_age_s) == (pytest.approx(0.002), 1100, 1.5)
@@ -75,6 +77,16 @@ def test_samples_from_real_expositions() -> None:
     assert second.tokens_per_s == pytest.approx(80 * 30 / 25) and second.accept_length == pytest.approx(2.0)
     assert (second.batch, second.step_s, second.line) == (pytest.approx(4.0), pytest.approx(0.02), None)
     assert (second.running, second.used_pages, second.waiting_pages, second.max_running) == (6, 50, 20, 16)
+
+
+def test_quantiles_without_observations_and_beyond_the_last_bound() -> None:
+    def seen(*counts: float) -> dict[str, float]:
+        return {window.REQUESTS_RUNNING: 0.0} | {f"{window.TTFT_BUCKET}{{le={bound}}}": count for bound, count in zip(
+            ("0.1", "0.2", "+Inf"), counts, strict=True)}
+
+    assert measure([shot(0.0, r=seen(5, 5, 5)), shot(1.0, r=seen(5, 5, 5))]).ttft_s is None
+    assert measure([shot(0.0, r=seen(5, 5, 5)), shot(1.0, r=seen(5, 5, 9))]).ttft_s == 0.2
+    assert measure([shot(0.0, r=seen(5, 5, 5)), shot(1.0, r=seen(15, 25, 25))], quantile=0.75).ttft_s == pytest.approx(0.15)
 
 
 def shot(at: float, **processes: dict[str, float]) -> Snapshot:
