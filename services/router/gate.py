@@ -206,13 +206,30 @@ def room_of(models: Sequence[Model], queue_tokens: int, lead: float, now: float)
         if not model.prefills:
             continue
         has_prefill, has_pair = True, has_pair or bool(model.decodes)
-        if not any(state.num_tokens < queue_tokens for state in _warm(model.prefills, now)):
+        if not any(_prefill_has_room(state, queue_tokens) for state in _warm(model.prefills, now)):
             continue
         is_prefill_free = True
-        if any(state.num_requests < state.max_running + max(math.ceil(lead * state.max_running), 1) for state in _warm(model.decodes, now)):
+        if any(_decode_has_room(state, lead) for state in _warm(model.decodes, now)):
             is_pair_free = True
             break
     return Room(pair=is_pair_free or not has_pair, prefill=is_prefill_free or not has_prefill)
+
+
+def _prefill_has_room(state: RankState, queue_tokens: int) -> bool:
+    return state.num_tokens < queue_tokens or _is_poor(state, state.num_own_tokens, state.num_tokens, queue_tokens, queue_tokens)
+
+
+def _decode_has_room(state: RankState, lead: float) -> bool:
+    num_ahead = max(math.ceil(lead * state.max_running), 1)
+    limit = state.max_running + num_ahead
+    return state.num_requests < limit or _is_poor(state, state.num_own_requests, state.num_requests, limit, num_ahead)
+
+
+def _is_poor(state: RankState, own: int, total: int, limit: int, more: int) -> bool:
+    """Whether this router has less than its part of a rank that is full. A router fills a place that one of its own requests leaves at
+    once, before the others hear of it, so one that comes later would never see any: it may go `more` beyond the limit, and has every
+    place that comes free there until it has its part."""
+    return state.num_routers > 1 and own < limit / state.num_routers and total < limit + more
 
 
 def _warm(ranks: Sequence[RankState], now: float) -> Sequence[RankState]:

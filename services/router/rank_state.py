@@ -36,6 +36,7 @@ class RankState:
         # Prefill: uncached tokens not yet computed; decode: tokens of running and claimed requests.
         self.num_tokens = 0
         self.num_requests = 0  # decode: running and claimed
+        self.num_routers = 1  # that it has joined
         self.sticky_tokens = STICKY_TOKENS  # prefill
         self._speed = PrefillSpeed()
         self._on_room = on_room
@@ -61,6 +62,7 @@ class RankState:
     def report(self, load: registry_pb2.Load) -> None:
         """A load report came: it includes what was sent before it."""
         self._load = load
+        self.num_routers = max(load.num_routers, 1)
         self._num_tokens_since = self._num_requests_since = 0
         self._count()
 
@@ -96,7 +98,13 @@ class RankState:
 
     @property
     def num_own_requests(self) -> int:
+        """From this router, as num_requests counts."""
         return self._num_own_requests
+
+    @property
+    def num_own_tokens(self) -> int:
+        """From this router, as num_tokens counts."""
+        return self._num_own_tokens
 
     def renew(self, rank: common_pb2.Rank) -> None:
         """The engine goes on under the new instance id of `rank`: what runs there stays."""

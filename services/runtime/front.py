@@ -191,7 +191,7 @@ class Front:
             registry_pb2.Load(
                 instance_id=instance_id, num_free_pages=load.num_free_pages, num_claims=load.num_claims, num_running=load.num_running,
                 num_queued_tokens=load.num_queued_tokens, num_leased_pages=load.num_leased_pages, step_us=load.step_us,
-                num_running_tokens=load.num_running_tokens,
+                num_running_tokens=load.num_running_tokens, num_routers=self._membership.num_joined,
             )
             for instance_id, load in self._loads.items()
         ]

@@ -64,6 +64,11 @@ class Membership:
         self._version = 0
         self._explained: set[str] = set()  # routers that refuse us, and we have said why
 
+    @property
+    def num_joined(self) -> int:
+        """Routers that have let us in and are there."""
+        return sum(link.is_joined for link in self._links.values())
+
     def member_changed(self) -> None:
         """A rank came or went: say so to every router at once."""
         self._version += 1

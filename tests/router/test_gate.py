@@ -333,8 +333,11 @@ async def test_any_mix_of_ends_leaves_nothing_behind(tmp_path: Path, seed: int) 
 class Rank:
     """What room_of() looks at."""
 
-    def __init__(self, *, tokens: int = 0, requests: int = 0, max_running: int = 16, cool_until: float = 0.0) -> None:
-        self.num_tokens, self.num_requests, self.max_running = tokens, requests, max_running
+    def __init__(
+        self, *, tokens: int = 0, requests: int = 0, max_running: int = 16, cool_until: float = 0.0, num_routers: int = 1
+    ) -> None:
+        self.num_tokens, self.num_requests, self.max_running, self.num_routers = tokens, requests, max_running, num_routers
+        self.num_own_tokens, self.num_own_requests = tokens, requests
         self.cool_down = self
         self.until = cool_until
 
@@ -368,3 +371,37 @@ def test_a_rank_that_cools_down_has_room_only_when_it_is_all_there_is() -> None:
 def test_where_there_is_no_rank_nobody_waits() -> None:
     assert room() == (True, True) and room(([], [Rank()])) == (True, True) and room(([Rank()], [])) == (True, True)
     assert room(([Rank(tokens=1000)], [])) == (True, False), "prefill alone can still be full"
+
+
+@pytest.mark.parametrize("num_routers", [2, 3])
+def test_replicas_share_what_is_full(num_routers: int) -> None:
+    """One had all places before the others came. Each fills what its own requests leave before the others hear of it."""
+    draw = random.Random(num_routers)
+    own, limit, lead = [0] * num_routers, 64 + 8, 8
+    own[0] = limit
+
+    def fill(router: int) -> None:
+        while True:
+            decode = Rank(requests=sum(own), max_running=64, num_routers=num_routers)
+            decode.num_own_requests = own[router]
+            if room(([Rank()], [decode])) != (True, True):
+                return
+            own[router] += 1
+
+    for _ in range(2000):
+        leaves = draw.choices(range(num_routers), own)[0]
+        own[leaves] -= 1
+        fill(leaves)  # it hears of it first
+        for router in draw.sample(range(num_routers), num_routers):
+            fill(router)
+        assert limit <= sum(own) <= limit + lead
+    assert min(own) >= limit // num_routers, own
+
+
+def test_a_replica_that_comes_late_gets_its_part_of_prefill() -> None:
+    others = Rank(tokens=1000, num_routers=2)
+    assert room(([others], [])) == (True, False)
+    others.num_own_tokens = 499
+    assert room(([others], [])) == (True, True)
+    others.num_tokens = 2000
+    assert room(([others], [])) == (True, False), "within bounds"

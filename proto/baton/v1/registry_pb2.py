@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto.baton.v1 import common_pb2 as proto_dot_baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dproto/baton/v1/registry.proto\x12\x08\x62\x61ton.v1\x1a\x1bproto/baton/v1/common.proto\"\x82\x01\n\x0cMemberUpdate\x12\"\n\x06member\x18\x01 \x01(\x0b\x32\x10.baton.v1.MemberH\x00\x12\x1e\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.LoadH\x00\x12$\n\x07leaving\x18\x03 \x01(\x0b\x32\x11.baton.v1.LeavingH\x00\x42\x08\n\x06update\"\xfe\x01\n\x06Member\x12\x10\n\x08\x66ront_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\x12 \n\x06limits\x18\x07 \x01(\x0b\x32\x10.baton.v1.Limits\x12\x1d\n\x05ranks\x18\x08 \x03(\x0b\x32\x0e.baton.v1.Rank\x12\n\n\x02tp\x18\t \x01(\r\x12\n\n\x02\x65p\x18\n \x01(\r\x12*\n\tkv_events\x18\x0c \x03(\x0b\x32\x17.baton.v1.KvEventSourceJ\x04\x08\x0b\x10\x0c\"O\n\rKvEventSource\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x03 \x01(\t\"n\n\x06Limits\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\x12\x13\n\x0bmax_running\x18\x05 \x01(\r\"\xbe\x01\n\x04Load\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x16\n\x0enum_free_pages\x18\x02 \x01(\r\x12\x12\n\nnum_claims\x18\x03 \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x05 \x01(\x04\x12\x18\n\x10num_leased_pages\x18\x06 \x01(\r\x12\x0f\n\x07step_us\x18\x07 \x01(\x04\x12\x1a\n\x12num_running_tokens\x18\x08 \x01(\r\"+\n\x07Leaving\x12 \n\x06reason\x18\x01 \x01(\x0e\x32\x10.baton.v1.Reason\"@\n\x0eRegistryUpdate\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x42\x08\n\x06update\"2\n\x07Welcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cwire_version\x18\x02 \x01(\r2H\n\x08Registry\x12<\n\x04Join\x12\x16.baton.v1.MemberUpdate\x1a\x18.baton.v1.RegistryUpdate(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dproto/baton/v1/registry.proto\x12\x08\x62\x61ton.v1\x1a\x1bproto/baton/v1/common.proto\"\x82\x01\n\x0cMemberUpdate\x12\"\n\x06member\x18\x01 \x01(\x0b\x32\x10.baton.v1.MemberH\x00\x12\x1e\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.LoadH\x00\x12$\n\x07leaving\x18\x03 \x01(\x0b\x32\x11.baton.v1.LeavingH\x00\x42\x08\n\x06update\"\xfe\x01\n\x06Member\x12\x10\n\x08\x66ront_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\x12 \n\x06limits\x18\x07 \x01(\x0b\x32\x10.baton.v1.Limits\x12\x1d\n\x05ranks\x18\x08 \x03(\x0b\x32\x0e.baton.v1.Rank\x12\n\n\x02tp\x18\t \x01(\r\x12\n\n\x02\x65p\x18\n \x01(\r\x12*\n\tkv_events\x18\x0c \x03(\x0b\x32\x17.baton.v1.KvEventSourceJ\x04\x08\x0b\x10\x0c\"O\n\rKvEventSource\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x03 \x01(\t\"n\n\x06Limits\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\x12\x13\n\x0bmax_running\x18\x05 \x01(\r\"\xd3\x01\n\x04Load\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x16\n\x0enum_free_pages\x18\x02 \x01(\r\x12\x12\n\nnum_claims\x18\x03 \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x05 \x01(\x04\x12\x18\n\x10num_leased_pages\x18\x06 \x01(\r\x12\x0f\n\x07step_us\x18\x07 \x01(\x04\x12\x1a\n\x12num_running_tokens\x18\x08 \x01(\r\x12\x13\n\x0bnum_routers\x18\t \x01(\r\"+\n\x07Leaving\x12 \n\x06reason\x18\x01 \x01(\x0e\x32\x10.baton.v1.Reason\"@\n\x0eRegistryUpdate\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x42\x08\n\x06update\"2\n\x07Welcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cwire_version\x18\x02 \x01(\r2H\n\x08Registry\x12<\n\x04Join\x12\x16.baton.v1.MemberUpdate\x1a\x18.baton.v1.RegistryUpdate(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,13 +41,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LIMITS']._serialized_start=543
   _globals['_LIMITS']._serialized_end=653
   _globals['_LOAD']._serialized_start=656
-  _globals['_LOAD']._serialized_end=846
-  _globals['_LEAVING']._serialized_start=848
-  _globals['_LEAVING']._serialized_end=891
-  _globals['_REGISTRYUPDATE']._serialized_start=893
-  _globals['_REGISTRYUPDATE']._serialized_end=957
-  _globals['_WELCOME']._serialized_start=959
-  _globals['_WELCOME']._serialized_end=1009
-  _globals['_REGISTRY']._serialized_start=1011
-  _globals['_REGISTRY']._serialized_end=1083
+  _globals['_LOAD']._serialized_end=867
+  _globals['_LEAVING']._serialized_start=869
+  _globals['_LEAVING']._serialized_end=912
+  _globals['_REGISTRYUPDATE']._serialized_start=914
+  _globals['_REGISTRYUPDATE']._serialized_end=978
+  _globals['_WELCOME']._serialized_start=980
+  _globals['_WELCOME']._serialized_end=1030
+  _globals['_REGISTRY']._serialized_start=1032
+  _globals['_REGISTRY']._serialized_end=1104
 # @@protoc_insertion_point(module_scope)

@@ -68,7 +68,7 @@ class Limits(_message.Message):
     def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_running: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("instance_id", "num_free_pages", "num_claims", "num_running", "num_queued_tokens", "num_leased_pages", "step_us", "num_running_tokens")
+    __slots__ = ("instance_id", "num_free_pages", "num_claims", "num_running", "num_queued_tokens", "num_leased_pages", "step_us", "num_running_tokens", "num_routers")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_CLAIMS_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class Load(_message.Message):
     NUM_LEASED_PAGES_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     num_free_pages: int
     num_claims: int
@@ -85,7 +86,8 @@ class Load(_message.Message):
     num_leased_pages: int
     step_us: int
     num_running_tokens: int
-    def __init__(self, instance_id: _Optional[str] = ..., num_free_pages: _Optional[int] = ..., num_claims: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_leased_pages: _Optional[int] = ..., step_us: _Optional[int] = ..., num_running_tokens: _Optional[int] = ...) -> None: ...
+    num_routers: int
+    def __init__(self, instance_id: _Optional[str] = ..., num_free_pages: _Optional[int] = ..., num_claims: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_leased_pages: _Optional[int] = ..., step_us: _Optional[int] = ..., num_running_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ("reason",)
