@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge
 from services.decode.messages import TransferTimes
 from services.decode.request import Request
 from services.kv.metrics import STEP_SECONDS
-from services.runtime.histogram import ITL_BUCKETS, BatchHistogram
+from services.runtime.histogram import ITL_BUCKETS, BatchCounter, BatchHistogram
 
 _TRANSFER_BUCKETS = (
     0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
@@ -18,7 +18,7 @@ CLAIMS = Gauge("baton_decode_claims", "Requests booked here whose pages are not 
 RUNNING = Gauge("baton_decode_running", "Requests whose pages are here: they run, or wait while max_running do")
 RUNNING_TOKENS = Gauge("baton_decode_running_tokens", "KV tokens of the requests that run")
 USED_PAGES = Gauge("baton_decode_used_pages", "Pages neither free nor evictable, those reserved for reads under way included")
-TOKENS = Counter("baton_decode_tokens", "Tokens made by steps; a request's first one is prefill's")
+TOKENS = BatchCounter("baton_decode_tokens", "Tokens made by steps; a request's first one is prefill's")
 ITL_SECONDS = BatchHistogram("baton_decode_itl_seconds", "Seconds between two steps of a running request", ITL_BUCKETS)
 ACCEPT_LENGTH = BatchHistogram("baton_decode_accept_length", "Tokens that a request got from a step", (1.0, 2.0, 3.0, 4.0, 5.0))
 PREEMPTIONS = Counter("baton_decode_preemptions", "Requests whose pages were taken for older ones; each is replayed")
@@ -43,7 +43,7 @@ def stepped(requests: Sequence[Request], now: float, step_s: float) -> None:
     for request in requests:
         request.stepped_at = now
     ACCEPT_LENGTH.observe(1.0, len(requests))
-    TOKENS.inc(len(requests))
+    TOKENS.add(len(requests))
 
 
 def transferred(times: TransferTimes) -> None:

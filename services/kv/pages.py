@@ -138,7 +138,9 @@ class PagePool:
         if holder in holders:
             raise EngineError(f"{holder} holds page {page} already")
         holders.add(holder)
-        self._set_state(page, max(self._states[page], _STATES[holder.kind]))
+        state = _STATES[holder.kind]
+        if state > self._states[page]:
+            self._set_state(page, state)
         self._pages.setdefault(holder, {})[page] = None
         self._num_holds[holder.kind] += 1
 
@@ -147,7 +149,9 @@ class PagePool:
         if holder not in holders:
             raise EngineError(f"{holder} drops page {page}, which it does not hold")
         holders.remove(holder)
-        if _STATES[holder.kind] == self._states[page]:
+        if not holders:
+            self._set_state(page, 0)
+        elif _STATES[holder.kind] == self._states[page]:
             self._set_state(page, _state_of(holders))
         self._num_holds[holder.kind] -= 1
         mine = self._pages[holder]
@@ -158,10 +162,9 @@ class PagePool:
             self._free.append(page)
 
     def _set_state(self, page: int, state: int) -> None:
-        if state != self._states[page]:
-            self._counts[self._states[page]] -= 1
-            self._counts[state] += 1
-            self._states[page] = state
+        self._counts[self._states[page]] -= 1
+        self._counts[state] += 1
+        self._states[page] = state
 
     def check_integrity(self) -> None:
         """Prove every invariant from scratch; costs time in proportion to the pool."""
@@ -186,4 +189,4 @@ class PagePool:
 
 
 def _state_of(holders: Iterable[Holder]) -> int:
-    return max((_STATES[holder.kind] for holder in holders), default=0)
+    return max([_STATES[holder.kind] for holder in holders], default=0)

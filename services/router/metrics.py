@@ -11,7 +11,7 @@ from collections.abc import Generator
 from prometheus_client import Counter, Gauge
 
 from services.runtime.errors import BatonError, DeadlineExceeded, HandoffError, InvalidRequest, NoMember, Overloaded
-from services.runtime.histogram import ITL_BUCKETS, TTFT_BUCKETS, BatchHistogram
+from services.runtime.histogram import ITL_BUCKETS, TTFT_BUCKETS, BatchCounter, BatchHistogram
 
 OUTCOMES = ("ok", "cancelled", "invalid", "overloaded", "unavailable", "deadline", "failed")
 # A request counts once here, whatever its number of choices; exceptions: inter-token gaps and output tokens are of every choice.
@@ -33,7 +33,7 @@ REQUEST_SECONDS = BatchHistogram(
 )
 PROMPT_TOKENS = Counter("baton_prompt_tokens", "Prompt tokens of requests that got a first token; replays count nothing")
 CACHED_TOKENS = Counter("baton_cached_tokens", "Of those, tokens that prefill's prefix cache had")
-OUTPUT_TOKENS = Counter("baton_output_tokens", "Tokens given to clients, each once")
+OUTPUT_TOKENS = BatchCounter("baton_output_tokens", "Tokens given to clients, each once")
 RANKS = Gauge("baton_ranks", "Ranks that take new requests, by role", ["role"])
 ROUTING_SECONDS = BatchHistogram(
     "baton_routing_seconds", "Seconds to choose the ranks of an attempt, prefix lookups included",

@@ -84,7 +84,7 @@ class TimelineRecord:
             if self._choice == 0:  # once a request
                 TTFT_SECONDS.observe(now - self._received_at)
                 PROMPT_TOKENS.inc(len(self._request.prompt_ids))
-        OUTPUT_TOKENS.inc(num_tokens)
+        OUTPUT_TOKENS.add(num_tokens)
 
     def drafts(self, num_accepted: int) -> None:
         self._message.num_accepted_drafts += num_accepted
