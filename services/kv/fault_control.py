@@ -109,7 +109,8 @@ class FaultControl:
         self._arm = None
         fired = msgspec.to_builtins(arm) | {"key": msgspec.to_builtins(key)}
         write_whole(self._path.with_suffix(".fired"), json.dumps(fired))
-        _log.warning("armed fault: signal %d to process %d at %s of %s", arm.signal, arm.pid or os.getpid(), moment, key)
+        _log.warning("armed fault: signal %d to process %d at %s of %s", arm.signal, arm.pid or os.getpid(), moment, key,
+                     extra={"request_id": "" if key is None else key.request_id})
         self._send_signal(arm.pid or os.getpid(), arm.signal)
 
 

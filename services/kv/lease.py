@@ -289,4 +289,5 @@ class LeaseTable:
     def _ignore(self, sender: str, message: Message) -> None:
         self.num_ignored += 1
         count_incident("message to a holder ignored")
-        _log.info("holder %s ignores %s of %s from %s", self._instance_id, type(message).__name__, message.key, sender)
+        _log.info("holder %s ignores %s of %s from %s", self._instance_id, type(message).__name__, message.key, sender,
+                  extra={"request_id": message.key.request_id})

@@ -147,7 +147,8 @@ class Puller:
         if pull is None or pull.holder != sender or message.holder != sender or message.reader != self._transport.instance_id:
             self.num_ignored += 1
             count_incident("message to a reader ignored")
-            _log.info("reader %s ignores %s of %s from %s", self._transport.instance_id, type(message).__name__, message.key, sender)
+            _log.info("reader %s ignores %s of %s from %s", self._transport.instance_id, type(message).__name__, message.key, sender,
+                      extra={"request_id": message.key.request_id})
             return
         now = self._clock()
         pull.silent_since = None
@@ -227,7 +228,8 @@ class Puller:
     def _announced(self, pull: Pull, announce: Announce, now: float) -> None:
         if not pull.announced(announce, now):
             count_incident("announcement refused", common_pb2.OVERLOADED)
-            _log.warning("announcement %d of %s is too far beyond a gap; it is asked for again", announce.sequence, pull.key)
+            _log.warning("announcement %d of %s is too far beyond a gap; it is asked for again", announce.sequence, pull.key,
+                         extra={"request_id": pull.key.request_id})
 
     def _verify(self, pull: Pull) -> list[Read]:
         try:
