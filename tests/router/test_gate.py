@@ -72,8 +72,13 @@ class Stage:
         await until(lambda: self.num_known < number, "it is over")
 
     async def end_all(self) -> None:
-        while self.num_known:
-            await until(lambda: any(not self._event(s.key.request_id).is_set() for s in self.decode.submits), "one more is at the rank")
+        while True:
+            def is_held() -> bool:
+                return any(not self._event(submit.key.request_id).is_set() for submit in self.decode.submits)
+
+            await until(lambda: is_held() or not self.num_known, "one more is at the rank, or all are over")
+            if not self.num_known:
+                return
             await self.end_one()
 
 
