@@ -48,7 +48,7 @@ class _Change(NamedTuple):
     ids: Sequence[int]
 
 
-class _Page(NamedTuple):
+class _Page(msgspec.Struct, frozen=True, gc=False):
     parent: bytes
     ids: bytes  # msgpack of each, one behind the other
 

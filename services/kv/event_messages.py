@@ -53,7 +53,7 @@ class BlockStored(KvEvent, frozen=True, tag=True, gc=False):
 
 
 class DigestsStored(KvEvent, frozen=True, tag="BlockStored", gc=False):
-    """BlockStored for a reader that wants no token ids: they are skipped unread, which is ten times as fast."""
+    """BlockStored for a reader that wants no token ids: they are skipped unread, which is several times as fast."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
