@@ -8,8 +8,7 @@ import grpc
 import pytest
 
 from proto.baton.v1 import common_pb2, decode_pb2
-from services.runtime.serve import MAX_MESSAGE_BYTES
-from tests.router.byte_model import BOS, ids_of
+from tests.router.byte_model import BOS, MAX_MODEL_LEN, ids_of
 from tests.router.fakes import DecodeSession, refusal, until
 from tests.router.rig import failing, running
 
@@ -107,9 +106,10 @@ async def test_message_over_the_limit_is_one_clear_error(tmp_path: Path) -> None
     """B53: refused before anything is parsed; the next request is fine. 163,840 ids are no such message: validation sees them."""
     async with running(tmp_path) as world:
         unbounded = (("grpc.max_send_message_length", -1),)
+        bound = 2**20 + 16 * MAX_MODEL_LEN  # as services/router/server.py makes it
         with failing(grpc.StatusCode.RESOURCE_EXHAUSTED) as details:
-            await world.generate(options=unbounded, text="x" * (MAX_MESSAGE_BYTES + 1))
-        assert str(MAX_MESSAGE_BYTES) in details[0]
+            await world.generate(options=unbounded, text="x" * (bound + 1))
+        assert str(bound) in details[0]
         with failing(grpc.StatusCode.INVALID_ARGUMENT) as details:
             await world.generate(prompt=[200] * 163_840)
         assert "163840 tokens" in details[0] and "max_model_len 64" in details[0]
