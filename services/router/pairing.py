@@ -83,8 +83,10 @@ def _fits(model: Model, need: Need) -> bool:
 
 
 def _fitting(pool: Pool, need: Need) -> list[Model]:
-    """Models that fit and have the ranks that are needed."""
-    return [model for model in pool.models() if model.prefills and (model.decodes or not need.has_decode) and _fits(model, need)]
+    """Models that fit and have the ranks that are needed. One without decode ranks is on its way up or down: it serves, what needs none,
+    only when there is no other."""
+    models = [model for model in pool.models() if model.prefills and (model.decodes or not need.has_decode) and _fits(model, need)]
+    return [model for model in models if model.decodes] or models
 
 
 def _nobody(pool: Pool, need: Need) -> NoMember:

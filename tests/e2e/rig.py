@@ -24,12 +24,12 @@ DEMO_CONFIG = ROOT / "deploy" / "dev.toml"
 class Rig:
     """Cluster and watcher, run from synchronous tests."""
 
-    def __init__(self, prefill: int, decode: int, settings: Sequence[str], run_dir: Path) -> None:
+    def __init__(self, prefill: int, decode: int, settings: Sequence[str], run_dir: Path, routers: int = 1) -> None:
         self.watcher = Watcher()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._layout = (prefill, decode, tuple(settings), run_dir)
+        self._layout = (prefill, decode, routers, tuple(settings), run_dir)
         self.cluster: Cluster = self.call(self._start())
         self.address = self.cluster.router_address
 
@@ -41,9 +41,10 @@ class Rig:
         self._server = Server("127.0.0.1:0", ["baton.v1.Registry"], CLEAR)
         self._server.add(registry_pb2_grpc.add_RegistryServicer_to_server, self.watcher)
         await self._server.start()
-        prefill, decode, settings, run_dir = self._layout
+        prefill, decode, routers, settings, run_dir = self._layout
         cluster = Cluster(
-            DEMO_CONFIG, prefill=prefill, decode=decode, settings=settings, run_dir=run_dir, more_routers=[self._server.address]
+            DEMO_CONFIG, prefill=prefill, decode=decode, routers=routers, settings=settings, run_dir=run_dir,
+            more_routers=[self._server.address],
         )
         await cluster.start()
         return cluster
