@@ -10,6 +10,7 @@ from collections.abc import Generator
 
 from prometheus_client import Counter, Gauge
 
+from services.router.prefix_index import SOURCES
 from services.runtime.errors import BatonError, DeadlineExceeded, HandoffError, InvalidRequest, NoMember, Overloaded
 from services.runtime.histogram import ITL_BUCKETS, TTFT_BUCKETS, BatchCounter, BatchHistogram
 
@@ -47,7 +48,7 @@ RECOVERIES = Counter("baton_recoveries", "Attempts after the first, by path and 
 _ENDED = {outcome: REQUESTS.labels(outcome) for outcome in OUTCOMES}
 for _role in ("prefill", "decode"):
     RANKS.labels(_role)
-for _source in ("events", "approximate", "speculative"):
+for _source in SOURCES:
     PREFIX_PAGES.labels(_source)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from proto.baton.v1 import common_pb2, prefill_pb2, registry_pb2
+from services.router.kv_events import KvEvents, Source
 from services.router.prefix_index import PrefixIndex
 from services.router.rank_state import RankState
 from services.router.session import Session
@@ -23,7 +24,8 @@ from services.runtime.telemetry import count_incident
 logger = logging.getLogger(__name__)
 
 ROLES = ("prefill", "decode")
-_MAX_INDEX_PAGES = 65536  # of a rank that does not say how many pages it has
+_USUAL_PAGES = 65536  # of a rank that does not say how many it has
+_MAX_PAGES = 1 << 20  # believed of a rank, whatever it says
 
 
 class Model(NamedTuple):
@@ -43,6 +45,7 @@ class Pool:
         self._security = security
         self._prefix_wait_s = prefix_wait_s
         self.index = PrefixIndex()
+        self._events = KvEvents(self.index, security)
         self._ranks: dict[str, RankState] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -68,6 +71,10 @@ class Pool:
                 self._add(rank, member)
             elif self._ranks[rank.instance_id].front_id == member.front_id:
                 self._ranks[rank.instance_id].is_away = False
+        sources = {each.instance_id: each for each in member.kv_events}
+        for rank in member.ranks:
+            source, max_pages = sources.get(rank.instance_id), _max_pages(member)
+            self._events.follow(rank.instance_id, Source(source.endpoint, source.replay_endpoint, max_pages) if source else None)
         self.changed()
 
     def _renew(self, rank: common_pb2.Rank) -> None:
@@ -77,6 +84,7 @@ class Pool:
         state.renew(rank)
         self._ranks[rank.instance_id] = state
         self.index.rename(former_id, rank.instance_id)
+        self._events.rename(former_id, rank.instance_id)
         for other in self._ranks.values():
             if other.session is not None:
                 other.session.fence(former_id)
@@ -85,7 +93,7 @@ class Pool:
 
     def _add(self, rank: common_pb2.Rank, member: registry_pb2.Member) -> None:
         channel = self._security.open_channel(rank.pool_address)
-        slot = self.index.add(rank.instance_id, member.limits.num_pages or _MAX_INDEX_PAGES)
+        slot = self.index.add(rank.instance_id, _max_pages(member))
         state = RankState(rank, member, channel, slot, on_room=lambda: self.on_room())
         if rank.role == "decode":
             state.session = Session(state.channel, self.router_id, rank, self.changed)
@@ -127,6 +135,7 @@ class Pool:
 
     def _drop(self, state: RankState) -> None:
         del self._ranks[state.instance_id]
+        self._events.forget(state.instance_id)
         self.index.drop(state.instance_id)
         task = asyncio.create_task(state.close())
         self._closing.add(task)
@@ -188,6 +197,12 @@ class Pool:
         for state in list(self._ranks.values()):
             self._drop(state)
         await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._events.close()
+
+
+def _max_pages(member: registry_pb2.Member) -> int:
+    """Pages that each rank of `member` can hold."""
+    return min(member.limits.num_pages or _USUAL_PAGES, _MAX_PAGES)
 
 
 def _check(member: registry_pb2.Member, security: Security) -> None:

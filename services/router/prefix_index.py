@@ -4,7 +4,7 @@ A prompt is looked up for all ranks in one walk over its digests, which ANDs the
 
 Three sources set a rank's bit, and it stays while any of them does:
 
-    events        what the rank itself published (kv_events.py): exact, in order, bounded by the rank's own pages
+    events        what the rank itself published (kv_events.py): exact, in order, bounded by whoever takes them
     approximate   what was computed or received there for this router: for a rank that publishes nothing, or whose events are not in step;
                   bounded by the rank's pages, least recently used first out
     speculative   what was sent there in the last 2 s, for every rank, so that a burst of one prefix stays together
@@ -119,15 +119,12 @@ class PrefixIndex:
             digest, _ = pages.popitem(last=False)
             self._unset(holder, digest)
 
-    def stored(self, instance_id: str, digests: Iterable[bytes]) -> bool:
-        """The rank says that its cache holds these too. False: that is more than it can hold, so events are missing."""
+    def stored(self, instance_id: str, digests: Sequence[bytes]) -> None:
+        """The rank says that its cache holds these too."""
         holder = self._holders.get(instance_id)
-        if holder is None:
-            return True
-        digests = list(digests)
-        holder.events.update(digests)
-        self._set(holder, digests)
-        return len(holder.events) <= holder.max_pages
+        if holder is not None:
+            holder.events.update(digests)
+            self._set(holder, digests)
 
     def removed(self, instance_id: str, digests: Iterable[bytes]) -> None:
         """The rank says that its cache holds these no longer."""
@@ -161,9 +158,10 @@ class PrefixIndex:
         holder = self._holders.get(instance_id)
         return 0 if holder is None else len(getattr(holder, source))
 
-    def count_pages(self, source: str) -> int:
-        """Entries of all ranks from one of SOURCES; a metrics thread may ask."""
-        return sum(len(getattr(holder, source)) for holder in list(self._holders.values()))
+    def count_pages(self, source: str, now: float) -> int:
+        """Entries of all ranks from one of SOURCES."""
+        self._forget(now)
+        return sum(len(getattr(holder, source)) for holder in self._holders.values())
 
     def check_integrity(self) -> None:
         """Every bit is set by a source and every source has its bit: nothing leaks. For tests: it looks at everything."""

@@ -115,7 +115,6 @@ class Router:
         self.servicer = GenerationServicer(self.pool, self.dispatcher, tokenizer, template, limits, model.eos_token_ids)
         self._metrics_address = config.router.metrics
         self._why_not_ready = _NO_PAIR
-        self._server = Server(config.router.address, _SERVICES, security)
         self._server = Server(
             config.router.address, _SERVICES, security, max_request_bytes=_REQUEST_BYTES + _TOKEN_BYTES * limits.max_model_len
         )
@@ -156,7 +155,7 @@ class Router:
             for role in ROLES:
                 RANKS.labels(role).set(len(self.pool.usable(role)))
             for source in SOURCES:
-                PREFIX_PAGES.labels(source).set(self.pool.index.count_pages(source))
+                PREFIX_PAGES.labels(source).set(self.pool.index.count_pages(source, time.monotonic()))
             with contextlib.suppress(TimeoutError):
                 await self.pool.wait_changed(1.0)
 
