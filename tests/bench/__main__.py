@@ -1,6 +1,6 @@
 """`make bench`: every benchmark, one after another, each in a process of its own; results in tests/bench/results/*.json.
 
-    python -m tests.bench [name ...]        names: cluster, forward, handover; chaos runs only when named: half an hour
+    python -m tests.bench [name ...]        names: cluster, forward, handover, scaling ...; chaos runs only when named: half an hour
 """
 
 import subprocess
