@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.doctor.oracle import Tally, check_stream, demo_reference
 from services.model.params import SamplingParams
@@ -98,6 +99,20 @@ def test_pages_go_over_tcp_and_the_kv_network_alone(cluster: ComposeCluster) -> 
     hosts = [rank.rpartition(":")[0] for rank in (timeline.prefill_rank, timeline.decode_rank)]
     assert hosts[1] in {device["address"] for name, device in after.items() if name != kv}
     assert all(ipaddress.ip_address(host) not in network for host in hosts)
+
+
+def test_the_router_follows_what_ranks_publish_beyond_loopback(cluster: ComposeCluster) -> None:
+    """KV events, under CURVE by the key pair that the service `keys` made: the pages of one prompt are at both ranks."""
+    (router,) = cluster.containers("router")
+    read = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:9400/metrics').read().decode())"
+
+    def num_pages() -> float:
+        return next(sample.value for family in text_string_to_metric_families(cluster.inside(router, "python", "-c", read))
+                    for sample in family.samples if sample.name == "baton_prefix_index_pages" and sample.labels["source"] == "events")
+
+    before = num_pages()
+    generate_all(cluster.address, [fields([0, *range(2000, 2300)], GREEDY)], at_once=1)
+    cluster.wait_for(lambda: num_pages() >= before + 8, "four full pages at each of two ranks", 20.0)
 
 
 def test_containers_can_do_little(cluster: ComposeCluster) -> None:
