@@ -6,8 +6,8 @@
               batch was lost. A batch missing: the index guesses again, a gap is counted, back to 2
 4 OUT OF STEP the rank does not answer, or what it says cannot be true: counted by reason, the index guesses, back to 1 after a pause
 
-In the router's own event loop: a thread would take the interpreter from the streams for a switch interval (5 ms) at a time, while here a
-burst is taken in small bites between them (tests/bench/README.md has both measured).
+In the router's own event loop, in small bites: 20,000 pages a second cost streams a few tenths of a millisecond at p99 (R-BURST). A thread
+was tried: it cost them about as much, since it shares the interpreter, and would have to share the index with every choice.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ QUIET_S = 2.0  # without a batch; then the rank is asked for more
 ANSWER_S = 5.0  # it answers by then, and goes on answering, or counts as silent
 PAUSE_S = 0.5  # before another try, doubled by each one that fails, up to 64 times that
 _BITE_PAGES = 256  # put into the index at a time, about 0.1 ms
-_BITE_BATCHES = 16
+_BITE_BATCHES = 64
+_REST_S = 0.005  # between two bites: waking up for every batch of a burst costs more than taking it
 
 
 class Source(NamedTuple):
@@ -137,7 +138,7 @@ class Follower:
                 KV_EVENT_GAPS.inc()
                 logger.warning("KV events of %s: %s; asking for what is between", self.instance_id, gap)
                 await self._catch_up(replay)
-            await asyncio.sleep(0)  # streams first: the next bite in the loop's next turn
+            await asyncio.sleep(_REST_S)
 
     async def _catch_up(self, replay: zmq.asyncio.Socket) -> None:
         """State 2, from the next batch on; then in step. Raises _OutOfStep."""

@@ -49,10 +49,10 @@ def choose_pair(pool: Pool, need: Need) -> Pair:
     hits = pool.index.hit_tokens(need.digests, now)
     decode, reason = None, "no decode"
     if need.has_decode:
-        decode, why = _choose_decode([state for model in models for state in model.decodes], hits, need, draw, now)
+        decode, why = _choose_decode(_joined([model.decodes for model in models]), hits, need, draw, now)
         models = [model for model in models if model.key == decode.model]
         reason = f"decode: {why}"
-    prefills = _prefer([state for model in models for state in model.prefills], need.avoid, now)
+    prefills = _prefer(_joined([model.prefills for model in models]), need.avoid, now)
     choice = choose_prefill(prefills, [hits[state.slot] for state in prefills], need.num_prompt_tokens, draw)
     prefill = prefills[choice.position]
     pair = Pair(prefill, decode, need.num_prompt_tokens - hits[prefill.slot], f"prefill: {choice.reason}; {reason}")
@@ -75,6 +75,11 @@ def _choose_decode(decodes: list[RankState], hits: Sequence[int], need: Need, dr
     ranks = _prefer(decodes, need.avoid, now)
     choice = choose_decode(ranks, [hits[state.slot] for state in ranks], need.num_prompt_tokens, draw)
     return ranks[choice.position], choice.reason
+
+
+def _joined(lists: list[list[RankState]]) -> list[RankState]:
+    """All of `lists`, not to be written to: most often there is one, and 64 ranks need no copy."""
+    return lists[0] if len(lists) == 1 else [state for each in lists for state in each]
 
 
 def _fits(model: Model, need: Need) -> bool:

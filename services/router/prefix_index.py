@@ -77,16 +77,20 @@ class PrefixIndex:
         """By slot: tokens of the longest prefix, in whole pages, that the rank is believed to hold."""
         self._forget(now)
         hits = [0] * self._num_slots
-        mask_of = self._masks.get
+        mask_of, page_size = self._masks.get, PAGE_SIZE
         holding, num_tokens = mask_of(digests[0], 0) if digests else 0, 0
         for digest in digests:
-            mask = mask_of(digest, 0)
-            if holding & mask != holding:
-                _fill(hits, holding & ~mask, num_tokens)
-                holding &= mask
+            still = holding & mask_of(digest, 0)
+            if still != holding:
+                fallen = holding ^ still
+                if fallen & (fallen - 1):
+                    _fill(hits, fallen, num_tokens)
+                else:  # most often one rank falls behind at a time
+                    hits[fallen.bit_length() - 1] = num_tokens
+                holding = still
                 if not holding:
                     return hits
-            num_tokens += PAGE_SIZE
+            num_tokens += page_size
         _fill(hits, holding, num_tokens)
         return hits
 

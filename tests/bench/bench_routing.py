@@ -5,6 +5,7 @@ pages to a different depth on each, loads that differ. R-EXCL: from page digests
 R-PAIR-*: both ranks of a request. Medians; the speculative entries of earlier requests are there and end as in a running router.
 """
 
+import asyncio
 import random
 import statistics
 import time
@@ -20,6 +21,7 @@ from services.router.pool import Pool
 from services.runtime.config import SecuritySection
 from services.runtime.security import Security
 from services.runtime.serve import WIRE_VERSION
+from tests.bench import kv_burst
 from tests.bench.report import Row, report
 
 NUM_TOKENS = 4096
@@ -89,7 +91,8 @@ def measure(num_prefills: int, num_decodes: int) -> tuple[float, float]:
     return excluded, included
 
 
-async def main() -> None:
+async def choice_rows() -> list[Row]:
+    """In a loop, since channels need one."""
     rows: list[Row] = []
     for name, prefills, decodes in (("", 64, 0), ("PAIR-32-", 32, 32), ("PAIR-64-", 64, 64)):
         excluded, included = measure(prefills, decodes)
@@ -99,11 +102,19 @@ async def main() -> None:
             bars = (base, aim) if decodes != 64 else (None, None)
             words = "from token ids" if kind == "INCL" else "from digests"
             rows.append(Row(f"R-{name}{kind}", value, "us", "lower", *bars, f"{words}; {how}"))
-    report("routing", rows)
+    return rows
+
+
+def burst_rows() -> list[Row]:
+    """R-BURST: what events cost the streams; no bar, but the same without them in the same run."""
+    quiet, busy, cpu = kv_burst.measure()
+    rate = f"{kv_burst.PAGES_PER_S} pages/s from one rank, {kv_burst.BATCH_PAGES} a batch"
+    return [
+        Row("R-BURST", busy, "us", "lower", None, None, f"p99 of a task's lateness in the loop under {rate}; {quiet:.0f} us without"),
+        Row("R-BURST-CPU", cpu, "cores", "lower", None, None, f"{rate}; the ticking that measures it included"),
+    ]
 
 
 if __name__ == "__main__":
     grpc.aio.init_grpc_aio()
-    import asyncio
-
-    asyncio.run(main())
+    report("routing", [*asyncio.run(choice_rows()), *burst_rows()])
