@@ -1,7 +1,8 @@
 """What a second decode node brings (SC-2), and streams that fail while pools scale (SC-FAIL).
 
 Each decode node, front and engine, may use 0.35 of a CPU, by cgroup; routers, prefill and the client are not capped and have time left.
-Needs root for the cgroup. Both runs get the same load, more than two nodes can run at once.
+Needs root for the cgroup. Both runs have the same streams a node, more than it runs at once, so that each node is as busy, its batch as
+large and its queue as long in both: requests that wait at a node cost it CPU time too.
 """
 
 import asyncio
@@ -24,8 +25,8 @@ from tests.e2e.rig import Answer, Rig, generate
 from tests.e2e.scaling_run import run_scaling
 
 CAP = 0.35
-MAX_RUNNING = 8  # requests a node: what is more waits, so that a node steps the same batch in both runs
-STREAMS = 24
+MAX_RUNNING = 8  # requests a node
+STREAMS_A_NODE = 12
 NUM_OUTPUT = 96
 WARM_S, WINDOW_S = 5.0, 25.0
 _PERIOD_US = 20_000
@@ -79,20 +80,21 @@ def make_requests(seed: int) -> list[dict[str, Any]]:
 
 
 class Clients:
-    """STREAMS of them, each with one request after another."""
+    """So many, each with one request after another."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, number: int) -> None:
         self.num_tokens = 0
-        self._address = address
+        self.stopping = False
+        self._address, self._number = address, number
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until `stopping`, and what runs then has ended."""
         async with CLEAR.open_channel(self._address) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
-            await asyncio.gather(*(self._client(stub, fields) for fields in make_requests(2) * (STREAMS // 4)))
+            await asyncio.gather(*(self._client(stub, fields) for fields in make_requests(2) * (self._number // 4)))
 
     async def _client(self, stub: Any, fields: dict[str, Any]) -> None:
-        while True:
+        while not self.stopping:
             seen = 0
 
             def count(answer: Answer) -> None:
@@ -104,7 +106,7 @@ class Clients:
 
 
 def measure(num_nodes: int) -> Measured:
-    """The same load on `num_nodes` decode nodes."""
+    """Throughput of `num_nodes` decode nodes."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as groups:
         rig = Rig(1, 0, [f"decode.max_running={MAX_RUNNING}"], Path(folder))
         try:
@@ -125,7 +127,7 @@ def family(rig: Rig, name: str) -> list[int]:
 
 async def _timed(rig: Rig, nodes: Sequence[str]) -> Measured:
     whom = {name: family(rig, name) for name in ("router", "prefill", *nodes)} | {"client": [os.getpid()]}
-    clients = Clients(rig.address)
+    clients = Clients(rig.address, STREAMS_A_NODE * len(nodes))
     work = asyncio.ensure_future(clients.run())
     try:
         await asyncio.wait([work], timeout=WARM_S)
@@ -133,12 +135,12 @@ async def _timed(rig: Rig, nodes: Sequence[str]) -> Measured:
         began, num_before = time.perf_counter(), clients.num_tokens
         await asyncio.wait([work], timeout=WINDOW_S)
         seconds, num_tokens = time.perf_counter() - began, clients.num_tokens - num_before
+        busy = {name: (_cpu_of(pids) - before[name]) / seconds for name, pids in whom.items()}
+        total = (psutil.cpu_count() or 1) - (psutil.cpu_times().idle - idle_before) / seconds
         assert not work.done(), "a stream failed"
     finally:
-        work.cancel()
-        await asyncio.wait([work])
-    busy = {name: (_cpu_of(pids) - before[name]) / seconds for name, pids in whom.items()}
-    total = (psutil.cpu_count() or 1) - (psutil.cpu_times().idle - idle_before) / seconds
+        clients.stopping = True
+        await work
     return Measured(num_tokens / seconds, busy, total)
 
 
@@ -154,8 +156,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scaled = asyncio.run(run_scaling(Path(folder), seed=1))
     load = scaled.load
-    shape = (f"{WINDOW_S:g} s of {STREAMS} streams at once, one request after another, 16 tokens in and {NUM_OUTPUT} out, greedy; a decode "
-             f"node is capped at {CAP} CPU by cgroup and runs {MAX_RUNNING} requests at most; 1 prefill rank and 1 router, uncapped")
+    shape = (f"{WINDOW_S:g} s of {STREAMS_A_NODE} streams a decode node, one request after another, 16 tokens in and {NUM_OUTPUT} out, "
+             f"greedy; a decode node is capped at {CAP} CPU by cgroup and runs {MAX_RUNNING} requests at most; 1 prefill rank and 1 router, "
+             "uncapped")
     rest = max(found.busy[name] for found in (one, two) for name in ("router", "prefill", "client"))
     report("scaling", [
         Row("SC-2", two.rate / one.rate, "x", "higher", 1.6, 1.9, f"throughput of 2 decode nodes over 1. One: {one}. Two: {two}. {shape}"),
