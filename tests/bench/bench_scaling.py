@@ -157,7 +157,7 @@ def main() -> None:
         scaled = asyncio.run(run_scaling(Path(folder), seed=1))
     load = scaled.load
     shape = (f"{WINDOW_S:g} s of {STREAMS_A_NODE} streams a decode node, one request after another, 16 tokens in and {NUM_OUTPUT} out, "
-             f"greedy; a decode node is capped at {CAP} CPU by cgroup and runs {MAX_RUNNING} requests at most; 1 prefill rank and 1 router, "
+             f"greedy; a decode node is capped at {CAP} CPU by cgroup and runs {MAX_RUNNING} requests at most; 1 prefill rank, 1 router, "
              "uncapped")
     rest = max(found.busy[name] for found in (one, two) for name in ("router", "prefill", "client"))
     report("scaling", [
