@@ -60,10 +60,10 @@ def test_samples_from_real_expositions() -> None:
     router.TTFT_SECONDS.observe(0.25, 5)  # in the bucket from 0.2 to 0.3
     prefill.COMPUTED_TOKENS.inc(4000)
     prefill.QUEUED_TOKENS.set(1100)
-    prefill.QUEUE_AGE.set(1.5)
+    prefill.QUEUE_AGE.set_function(lambda: 1.5)  # as engines do, and those of other tests may have
     BUSY_SECONDS.inc(8)
     STEP_SECONDS.observe(0.02, 100)
-    decode.TOKENS.inc(800)
+    decode.TOKENS.add(800)
     decode.ACCEPT_LENGTH.observe(2.0, 400)
     decode.ITL_SECONDS.observe(0.02, 400)
     shots.append(Snapshot(15.0, parts(exposition())))
