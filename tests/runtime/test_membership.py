@@ -118,7 +118,7 @@ async def test_a_router_without_a_route_is_tried_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(membership_module, "local_host", none_at_first)
     server, registry = await listening("127.0.0.1:0")
     async with joined(server.address) as (_, told, _):
-        await until(lambda: registry.kinds() == ["member"], "joined")
+        await until(lambda: registry.kinds() == ["member"] and bool(told), "joined")
         assert asked == [server.address] * 3 and told == [server.address]
     await server.stop(0)
 

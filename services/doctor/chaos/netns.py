@@ -56,6 +56,7 @@ class Network:
             _run("ip", "link", "add", f"{self._name}b", "type", "bridge")
             _run("ip", "address", "add", f"{self.ip}/24", "dev", f"{self._name}b")
             _run("ip", "link", "set", f"{self._name}b", "up")
+            _let_pass(f"{self._name}b")
         except SetupError:
             self.close()
             raise
@@ -110,11 +111,23 @@ def _remove(names: Sequence[str]) -> None:
     for name in names:
         if name.endswith("b"):
             subprocess.run(["ip", "link", "delete", name], capture_output=True)
+            if shutil.which("iptables") is not None:
+                subprocess.run(_forward_rule("-D", name), capture_output=True)
             continue
         for pid in _lines("ip", "netns", "pids", name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _let_pass(bridge: str) -> None:
+    """Let the bridge's hosts reach each other where a Docker engine runs: it has bridges filtered, and drops what it does not know."""
+    if shutil.which("iptables") is not None:
+        _run(*_forward_rule("-I", bridge))
+
+
+def _forward_rule(action: str, bridge: str) -> list[str]:
+    return ["iptables", "-w", action, "FORWARD", "-i", bridge, "-o", bridge, "-j", "ACCEPT"]
 
 
 def _free_subnet() -> str:
