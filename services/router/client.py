@@ -173,11 +173,15 @@ async def _print_answer(arguments: argparse.Namespace) -> None:
                 raise SetupError(f"the router at {address} refuses this connection; {why}" if why else said) from None
 
 
+def _is_routers(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the router itself said so."""
+    return any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
+
+
 def _is_away(error: grpc.aio.AioRpcError) -> bool:
     """Whether the connection failed, rather than that the router said so."""
-    is_routers = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
     # a server that stops cancels what runs
-    return not is_routers and error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    return not _is_routers(error) and error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 def _sentence(error: grpc.aio.AioRpcError, address: str, shown: _Shown | None = None) -> str:
@@ -188,7 +192,7 @@ def _sentence(error: grpc.aio.AioRpcError, address: str, shown: _Shown | None = 
         return f"the router at {address} went away after {shown.num_tokens} tokens; {again}"
     if _is_away(error):
         return f"the router at {address} cannot be reached, or went away; start it (`make up`), or name another with --router host:port"
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED and not any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ()):
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED and not _is_routers(error):
         return f"the router at {address} was not done within --timeout"
     return f"{code.name}: {error.details()}"
 

@@ -5,22 +5,18 @@ stop() drains: fronts finish what runs, then the routers leave. Should this proc
 """
 
 import asyncio
-import contextlib
 import itertools
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import grpc.aio
-
-from proto.baton.v1 import generation_pb2, generation_pb2_grpc
 from services.runtime.config import load_config
 from services.runtime.errors import Interrupted, SetupError
 from services.runtime.processes import Processes
-from services.runtime.run_folder import RunFolder
+from services.runtime.run_folder import RunFolder, router_info
 from services.runtime.security import Security
 from services.runtime.serve import first_of
 
@@ -264,9 +260,5 @@ class Cluster:
 
 async def _known_at(address: str, security: Security) -> dict[str, int]:
     """Ranks a role that the router at `address` could use now; none when it does not answer."""
-    async with security.open_channel(address) as channel:
-        stub: Any = generation_pb2_grpc.GenerationStub(channel)
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            info: generation_pb2.GetInfoReply = await stub.GetInfo(generation_pb2.GetInfoRequest(), timeout=2.0)
-            return {role: sum(pool.num_ranks for pool in info.pools if pool.role == role) for role in ROLES}
-    return {}
+    info = await router_info(address, security)
+    return {} if info is None else {role: sum(pool.num_ranks for pool in info.pools if pool.role == role) for role in ROLES}

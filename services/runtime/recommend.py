@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,12 +19,13 @@ from rich.table import Table
 from services.runtime.config import ADDRESS_PATTERN
 from services.runtime.errors import ConfigError, Interrupted, SetupError
 from services.runtime.process import say
+from services.runtime.run_folder import RUN_DIR
 from services.runtime.scrape import query_prometheus, read_targets, scrape
 from services.runtime.serve import first_of
 from services.runtime.sizing import MOST_RANKS, Advice, Targets, recommend
 from services.runtime.window import Measured, Snapshot, measure
 
-METRICS_FILE = Path(".run") / "metrics.json"
+METRICS_FILE = RUN_DIR / "metrics.json"
 SCALE = "python -m services.runtime.cluster scale"
 _READS_S = 1.0  # between two reads, so that step times are seen at different batches
 _FEWEST_READS = 6

@@ -37,7 +37,7 @@ class RunFolder:
         """Raises SetupError when the cluster that the folder names answers; one that was killed is forgotten."""
         other = read_address(self._routers)
         for address in other.split(","):
-            if address and await _answers(address, self._security):
+            if address and await router_info(address, self._security) is not None:
                 who = f"a cluster of this tree is up already: its router answers at {address} ({self._routers})"
                 raise SetupError(f"{who}; stop it first")
         self.withdraw(other)
@@ -70,10 +70,11 @@ class RunFolder:
                 self._routers.unlink(missing_ok=True)
 
 
-async def _answers(address: str, security: Security) -> bool:
+async def router_info(address: str, security: Security) -> generation_pb2.GetInfoReply | None:
+    """What the router at `address` says of itself, None when none answers there within 2 s."""
     async with security.open_channel(address) as channel:
+        stub: Any = generation_pb2_grpc.GenerationStub(channel)
         try:
-            await generation_pb2_grpc.GenerationStub(channel).GetInfo(generation_pb2.GetInfoRequest(), timeout=2.0)
-        except (grpc.aio.AioRpcError, ValueError):
-            return False
-    return True
+            return await stub.GetInfo(generation_pb2.GetInfoRequest(), timeout=2.0)
+        except (grpc.aio.AioRpcError, ValueError):  # the latter: what a file holds is no address
+            return None

@@ -26,7 +26,8 @@ from services.runtime.tls import TlsFiles
 from services.runtime.tls_probe import explain
 
 MAX_ZMQ_BYTES = 16 * 2**20  # of one message over TCP, as large as any over gRPC
-_ADVICE = "`python -m services.doctor keys FOLDER` makes them"
+_MADE_BY = "`python -m services.doctor keys FOLDER` makes them"
+_ADVICE = f"give security.certificate, .key and .ca ({_MADE_BY}), or say security.insecure = true"
 
 
 class Security:
@@ -55,14 +56,12 @@ class Security:
     def check_listen(self, address: str, what: str) -> None:
         """Raises ConfigError when `what` ("gRPC") would be served at `address` (host:port) in the clear beyond loopback."""
         if self._is_clear_beyond(address):
-            advice = f"give security.certificate, .key and .ca ({_ADVICE}), or say security.insecure = true"
-            raise ConfigError(f"{what} cannot listen on {address} in the clear, since that is beyond loopback; {advice}")
+            raise ConfigError(f"{what} cannot listen on {address} in the clear, since that is beyond loopback; {_ADVICE}")
 
     def check_dial(self, address: str) -> None:
         """Raises ConfigError when `address` (host:port) would be dialled in the clear beyond loopback."""
         if self._is_clear_beyond(address):
-            advice = f"give security.certificate, .key and .ca ({_ADVICE}), or say security.insecure = true"
-            raise ConfigError(f"{address} cannot be dialled in the clear, since it is beyond loopback; {advice}")
+            raise ConfigError(f"{address} cannot be dialled in the clear, since it is beyond loopback; {_ADVICE}")
 
     def _is_clear_beyond(self, address: str) -> bool:
         return self._tls is None and not self._section.insecure and not is_loopback(address.rpartition(":")[0])
@@ -145,7 +144,7 @@ class Security:
 
     def _check_zmq(self, host: str, what: str) -> None:
         if self._curve is None and not is_loopback(host):
-            raise ConfigError(f"{what} without CURVE, since that is beyond loopback; give security.curve_key ({_ADVICE})")
+            raise ConfigError(f"{what} without CURVE, since that is beyond loopback; give security.curve_key ({_MADE_BY})")
 
 
 def is_loopback(host: str) -> bool:

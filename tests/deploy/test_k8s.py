@@ -137,6 +137,10 @@ def loaded(objects: list[dict[str, Any]], template: dict[str, Any], tmp_path: Pa
     return load_config(parsed.config, parsed.set)
 
 
+def test_both_kinds_of_pools_run_the_same_pods() -> None:
+    assert templates(build(FOLDER / "disaggregatedset")) == templates(build(FOLDER / "leaderworkersets"))
+
+
 def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
