@@ -58,12 +58,16 @@ async def _second_sees_what_first_sent(rig: Rig, first: str, second: str) -> Non
     async with CLEAR.open_channel(first) as one, CLEAR.open_channel(second) as other:
         stubs = [generation_pb2_grpc.GenerationStub(channel) for channel in (one, other)]
         long = asyncio.ensure_future(generate(stubs[0], **LONG))
+
+        def busy() -> list[str]:
+            return [each for each, load in rig.watcher.loads.items() if load.num_running and rig.watcher.ranks[each].role == "decode"]
+
         try:
-            await until(lambda: any(load.num_running for load in rig.watcher.loads.values()), "the long one runs, and is reported")
+            await until(lambda: len(busy()) == 1, "the long one runs, and is reported")
             short = [await generate(stubs[1], prompt=[0, 80 + i], max_tokens=4, ignore_eos=True, temperature=0.0) for i in range(4)]
-            busy = [instance_id for instance_id, load in rig.watcher.loads.items() if load.num_running]
-            assert not long.done() and len(busy) == 1, "the long stream was to run all the while"
-            rank = rig.watcher.ranks[busy[0]]
+            await until(lambda: len(busy()) == 1, "the end of the last short one is reported")
+            assert not long.done(), "the long stream was to run all the while"
+            rank = rig.watcher.ranks[busy()[0]]
             used = [answer.end.timeline.decode_rank for answer in short]
             # The first may have been sent before the report had come to that router too.
             assert f"{rank.pool_address}/{rank.rank}" not in used[1:], used
