@@ -29,7 +29,7 @@ def grouped_experts(
     """
     assert topk_idx.shape == topk_weights.shape and topk_idx.shape[0] == x.shape[0], f"{x.shape=} {topk_idx.shape=} {topk_weights.shape=}"
     assert len(gate_up) == len(down), f"{len(gate_up)=} {len(down)=}"
-    return select(_IMPLEMENTATIONS, backend)(x, topk_idx, topk_weights, gate_up, down)
+    return select(IMPLEMENTATIONS, backend)(x, topk_idx, topk_weights, gate_up, down)
 
 
 def grouped_experts_reference(
@@ -79,4 +79,4 @@ def _one_token(
     return torch.cat([down[expert](part) for expert, part in zip(experts, parts, strict=True)]).sum(dim=0, keepdim=True)
 
 
-_IMPLEMENTATIONS = {"torch": grouped_experts_torch, "reference": grouped_experts_reference}
+IMPLEMENTATIONS = {"torch": grouped_experts_torch, "reference": grouped_experts_reference}

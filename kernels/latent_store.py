@@ -32,7 +32,7 @@ def latent_store(
     rows      [num_tokens] int64: rows of `pages.view(-1, width)`, one layer of `pool_rows`, all different
     """
     assert pages.is_contiguous() and pages.shape[-1] == latent.shape[1] + key_rope.shape[1], f"{pages.shape=} {latent.shape=}"
-    select(_IMPLEMENTATIONS, backend)(latent, key_rope, pages, rows)
+    select(IMPLEMENTATIONS, backend)(latent, key_rope, pages, rows)
 
 
 def latent_store_reference(latent: torch.Tensor, key_rope: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
@@ -49,4 +49,4 @@ def latent_store_torch(latent: torch.Tensor, key_rope: torch.Tensor, pages: torc
     pages.view(-1, pages.shape[-1]).index_copy_(0, rows, torch.cat((latent, key_rope), dim=1).to(pages.dtype))
 
 
-_IMPLEMENTATIONS = {"torch": latent_store_torch, "reference": latent_store_reference}
+IMPLEMENTATIONS = {"torch": latent_store_torch, "reference": latent_store_reference}

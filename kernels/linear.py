@@ -30,7 +30,7 @@ def create_linear(weight: torch.Tensor, *, few_rows: bool = True, backend: Backe
               then are both kept
     """
     assert weight.ndim == 2, f"{weight.shape=}"
-    return select(_IMPLEMENTATIONS, backend, weight.device.type, weight.dtype)(weight, few_rows)
+    return select(IMPLEMENTATIONS, backend, weight.device.type, weight.dtype)(weight, few_rows)
 
 
 class ReferenceLinear:
@@ -82,4 +82,4 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-_IMPLEMENTATIONS = {"onednn": OneDnnLinear, "torch": TorchLinear, "reference": ReferenceLinear}
+IMPLEMENTATIONS = {"onednn": OneDnnLinear, "torch": TorchLinear, "reference": ReferenceLinear}

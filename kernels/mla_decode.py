@@ -48,7 +48,7 @@ class MlaDecode(Protocol):
 
 def create_mla_decode(shape: MlaDecodeShape, *, backend: Backend = "auto") -> MlaDecode:
     """Return the planner of the chosen backend."""
-    return select(_IMPLEMENTATIONS, backend)(shape)
+    return select(IMPLEMENTATIONS, backend)(shape)
 
 
 class ReferenceMlaDecode:
@@ -124,4 +124,4 @@ class TorchMlaDecode:
 
 
 _LayerViews = list[tuple[torch.Tensor, torch.Tensor]]
-_IMPLEMENTATIONS = {"torch": TorchMlaDecode, "reference": ReferenceMlaDecode}
+IMPLEMENTATIONS = {"torch": TorchMlaDecode, "reference": ReferenceMlaDecode}

@@ -33,7 +33,7 @@ def mla_prefill(
     """
     assert q.shape[0] == psum_q[-1] and k.shape[0] == v.shape[0] == psum_k[-1], f"{q.shape=} {k.shape=} {v.shape=} {psum_q=} {psum_k=}"
     assert len(psum_q) == len(psum_k) and (not causal or list(psum_q) == list(psum_k)), f"{psum_q=} {psum_k=} {causal=}"
-    return select(_IMPLEMENTATIONS, backend)(q, k, v, psum_q, psum_k, softmax_scale, causal)
+    return select(IMPLEMENTATIONS, backend)(q, k, v, psum_q, psum_k, softmax_scale, causal)
 
 
 def merge_states(
@@ -88,4 +88,4 @@ def mla_prefill_torch(
     return out, lse
 
 
-_IMPLEMENTATIONS = {"torch": mla_prefill_torch, "reference": mla_prefill_reference}
+IMPLEMENTATIONS = {"torch": mla_prefill_torch, "reference": mla_prefill_reference}

@@ -13,7 +13,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, backend: Back
     returns [num_tokens, hidden]  same dtype, new memory; a row depends on that row of x alone
     """
     assert x.ndim == 2 and x.stride(1) == 1 and weight.shape == x.shape[1:], f"{x.shape=} {x.stride()=} {weight.shape=}"
-    return select(_IMPLEMENTATIONS, backend)(x, weight, eps)
+    return select(IMPLEMENTATIONS, backend)(x, weight, eps)
 
 
 def add_rms_norm(
@@ -37,4 +37,4 @@ def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
-_IMPLEMENTATIONS = {"torch": rms_norm_torch, "reference": rms_norm_reference}
+IMPLEMENTATIONS = {"torch": rms_norm_torch, "reference": rms_norm_reference}

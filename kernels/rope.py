@@ -18,7 +18,7 @@ def rope_(x: torch.Tensor, rotation: torch.Tensor, *, backend: Backend = "auto")
     returns   x itself
     """
     assert x.ndim == 3 and rotation.shape == (x.shape[0], x.shape[2] // 2), f"{x.shape=} {rotation.shape=}"
-    return select(_IMPLEMENTATIONS, backend)(x, rotation)
+    return select(IMPLEMENTATIONS, backend)(x, rotation)
 
 
 def rope_reference(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -37,4 +37,4 @@ def rope_torch(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     return x
 
 
-_IMPLEMENTATIONS = {"torch": rope_torch, "reference": rope_reference}
+IMPLEMENTATIONS = {"torch": rope_torch, "reference": rope_reference}

@@ -12,7 +12,7 @@ def silu_mul(gate_up: torch.Tensor, *, backend: Backend = "auto") -> torch.Tenso
     returns  [num_rows, intermediate]      same dtype, new memory
     """
     assert gate_up.ndim == 2 and gate_up.shape[1] % 2 == 0, f"{gate_up.shape=}"
-    return select(_IMPLEMENTATIONS, backend)(gate_up)
+    return select(IMPLEMENTATIONS, backend)(gate_up)
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -27,4 +27,4 @@ def silu_mul_torch(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate).mul_(up)
 
 
-_IMPLEMENTATIONS = {"torch": silu_mul_torch, "reference": silu_mul_reference}
+IMPLEMENTATIONS = {"torch": silu_mul_torch, "reference": silu_mul_reference}

@@ -45,7 +45,7 @@ def topk_gate(
     scores = torch.sigmoid(logits) if scoring == "sigmoid" else torch.softmax(logits, dim=-1)
     biased = scores if bias is None else scores + bias
     num_best = 2 if method == "noaux_tc" else 1
-    topk_idx = select(_IMPLEMENTATIONS, backend)(biased, top_k, num_groups, topk_groups, num_best)
+    topk_idx = select(IMPLEMENTATIONS, backend)(biased, top_k, num_groups, topk_groups, num_best)
     weights = scores.gather(1, topk_idx)
     if normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -76,4 +76,4 @@ def choose_torch(biased: torch.Tensor, top_k: int, num_groups: int, topk_groups:
     return biased.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
-_IMPLEMENTATIONS = {"torch": choose_torch, "reference": choose_reference}
+IMPLEMENTATIONS = {"torch": choose_torch, "reference": choose_reference}

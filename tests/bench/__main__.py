@@ -1,6 +1,6 @@
 """`make bench`: every benchmark, one after another, each in a process of its own; results in tests/bench/results/*.json.
 
-    python -m tests.bench [name ...]        names: cluster, forward, handover, scaling ...; chaos runs only when named: half an hour
+    python -m tests.bench [name ...]        names: cluster, forward, handover, scaling ...; if named: chaos (half an hour), kernels (a GPU)
 """
 
 import subprocess
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ONLY_WHEN_NAMED = {"chaos"}
+ONLY_WHEN_NAMED = {"chaos", "kernels"}
 
 
 def main() -> None:

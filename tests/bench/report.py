@@ -11,9 +11,12 @@ from typing import Literal
 
 import msgspec
 import psutil
+import torch
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "numpy", "nixl-cu13", "grpcio", "pyzmq", "msgspec", "transformers")
+_PACKAGES = (
+    "torch", "numpy", "nixl-cu13", "grpcio", "pyzmq", "msgspec", "transformers", "triton", "flashinfer-python", "sgl-deep-gemm",
+)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -36,9 +39,14 @@ def report(name: str, rows: list[Row]) -> Path:
     body = {"machine": machine(), "versions": versions(), "date": datetime.date.today().isoformat(), "rows": rounded}
     path.write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
     for row in rounded:
-        bar = "" if row.base is None else f"  base {row.base:g}, aim {row.aim:g}: {'passed' if passed(row) else 'MISSED'}"
-        print(f"{row.id:16} {row.value:>10g} {row.unit:10} {row.better} is better{bar}  ({row.conditions})", flush=True)
+        show(row)
     return path
+
+
+def show(row: Row) -> None:
+    """Print one row, with its bar."""
+    bar = "" if row.base is None else f"  base {row.base:g}, aim {row.aim:g}: {'passed' if passed(row) else 'MISSED'}"
+    print(f"{row.id:16} {row.value:>10.4g} {row.unit:10} {row.better} is better{bar}  ({row.conditions})", flush=True)
 
 
 def passed(row: Row) -> bool:
@@ -50,7 +58,9 @@ def machine() -> dict[str, str | int | float]:
     """What the figures were measured on."""
     cpuinfo = Path("/proc/cpuinfo")
     models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+    gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda or ""} if torch.cuda.is_available() else {}
     return {
+        **gpu,
         "cpu": models[0] if models else platform.processor(),
         "cores": psutil.cpu_count() or 0,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.backend import BackendError, select, why_unavailable
+from kernels.backend import BackendError, choose, select, why_unavailable
 
 TABLE = {"onednn": 1, "torch": 2, "reference": 3}
 
@@ -40,3 +40,17 @@ def test_errors_of_an_implementation_pass_through() -> None:
 
     with pytest.raises(RuntimeError, match="inside the op"):
         select({"torch": broken, "reference": lambda: None}, "auto")()
+
+
+def test_libraries_and_triton_say_why_not() -> None:
+    for name in ("triton", "flashinfer", "deep_gemm"):
+        assert why_unavailable(name, "cpu", torch.float32) or name == "triton"
+        assert why_unavailable(name, "meta", torch.float32)
+
+
+def test_the_interpreter_is_never_chosen_by_itself() -> None:
+    table = {"triton": 1, "torch": 2}
+    assert choose(table, "auto") == "torch"
+    if why_unavailable("triton", "cpu", torch.float32):
+        pytest.skip(why_unavailable("triton", "cpu", torch.float32))
+    assert select(table, "triton") == 1
