@@ -1,4 +1,5 @@
-"""`python -m services.doctor checkpoint FOLDER`: what a model folder holds and what a rank of it needs, without loading it.
+"""`python -m services.doctor`: versions, GPUs, network cards, and which implementation of every op runs here, and why.
+`python -m services.doctor checkpoint FOLDER`: what a model folder holds and what a rank of it needs, without loading it.
 `python -m services.doctor keys FOLDER`: certificates and keys for `[security]`.
 """
 
@@ -22,7 +23,7 @@ def _gigabytes(text: str) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """Run the subcommand; an error is one sentence and exit status 1."""
     parser = argparse.ArgumentParser(prog="python -m services.doctor")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     checkpoint = commands.add_parser("checkpoint", help="a model folder, or its config.json alone: architecture, sizes, fingerprint")
     checkpoint.add_argument("folder", type=Path, help="a Hugging Face folder; its safetensors files may be missing")
     checkpoint.add_argument("--ep", type=int, default=1, help="ranks that share the experts (default 1)")
@@ -36,7 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
                       help="DNS names and addresses that clients dial routers by")
     options = parser.parse_args(arguments)
     try:
-        if options.command == "keys":
+        if options.command is None:
+            from services.doctor.overview import show_overview  # torch and Triton: the other commands need neither
+
+            show_overview()
+        elif options.command == "keys":
             make_keys(options.folder, options.names)
         else:
             describe(inspect(options.folder, ep=options.ep, tp=options.tp, kv_dtype=options.kv_dtype, read_all=options.hash),
