@@ -1,0 +1,93 @@
+"""The two quantisations on Hopper: memory bound, so every thread loads 16 bytes and nothing is read twice."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.backend import interpreting
+from kernels.numerics import FP8, FP8_MAX, GROUP, MIN_AMAX, Fp8, empty_fp8
+
+_MAX = tl.constexpr(FP8_MAX)
+_MIN_AMAX = tl.constexpr(MIN_AMAX)
+_INTERPRETING = tl.constexpr(interpreting())
+
+
+@triton.jit
+def scale_of(x, axis: tl.constexpr):
+    """Scale of the groups that lie along `axis` (None: all of `x` is one); NaN if one is in it.
+
+    The bits of floats >= 0 order as integers do, NaN above all: a maximum that keeps NaN, in one instruction.
+    """
+    amax = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
+    return tl.div_rn(tl.maximum(amax, _MIN_AMAX, propagate_nan=tl.PropagateNan.ALL), _MAX)
+
+
+@triton.jit
+def to_fp8(x, scale):
+    """e4m3(x / scale) as the reference rounds it, NaN stays NaN; the shapes broadcast."""
+    x, scale = tl.broadcast(x, scale)
+    quotient = tl.clamp(tl.div_rn(x, scale), -_MAX, _MAX, propagate_nan=tl.PropagateNan.ALL)
+    return _round_by_hand(quotient) if _INTERPRETING else quotient.to(tl.float8e4nv)
+
+
+@triton.jit
+def _round_by_hand(x):
+    """The cast of |x| <= 448 or NaN: Triton's interpreter loses a mantissa's carry, ties to even and NaN."""
+    bits, magnitude = x.to(tl.int32, bitcast=True), tl.abs(x)
+    normal = (((bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (magnitude * 512 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000  # 2**23 leaves no bit below the unit 2**-9
+    rounded = tl.where(x != x, 0x7F, tl.where(magnitude < 0.015625, subnormal, normal))
+    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _token_kernel(x_ptr, data_ptr, scale_ptr, num_groups, rows, k, x_batch, x_row, pitch, BLOCK: tl.constexpr):
+    groups_per_row = k // 128
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = group < num_groups
+    row, column = group // groups_per_row, group % groups_per_row
+    batch, row = row // rows, row % rows
+    inside = tl.arange(0, 128)
+    source = batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + column * 128
+    x = tl.load(x_ptr + source[:, None] + inside[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+    scale = scale_of(x, 1)
+    target = group.to(tl.int64) * 128
+    tl.store(data_ptr + target[:, None] + inside[None, :], to_fp8(x, scale[:, None]), mask=valid[:, None])
+    tl.store(scale_ptr + (batch.to(tl.int64) * groups_per_row + column) * pitch + row, scale, mask=valid)
+
+
+@triton.jit
+def _block_kernel(w_ptr, data_ptr, scale_ptr, n, k, w_batch, w_row):
+    column, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = (block * 128 + tl.arange(0, 128)).to(tl.int64)
+    inside = column * 128 + tl.arange(0, 128)
+    valid = (row < n)[:, None]
+    w = tl.load(w_ptr + batch * w_batch + row[:, None] * w_row + inside[None, :], mask=valid, other=0.0).to(tl.float32)
+    scale = scale_of(w, None)
+    tl.store(data_ptr + (batch * n + row[:, None]) * k + inside[None, :], to_fp8(w, scale), mask=valid)
+    tl.store(scale_ptr + (batch * tl.num_programs(1) + block) * tl.num_programs(0) + column, scale)
+
+
+def quant_fp8(x: torch.Tensor) -> Fp8:
+    """See kernels.quant_fp8.quant_fp8."""
+    out = empty_fp8(*x.shape, device=x.device)
+    *lead, rows, k = x.shape
+    num_groups = x.numel() // GROUP
+    if num_groups:
+        pitch = -(-rows // 4) * 4
+        block = 16 if num_groups >= 16 * 132 else 4
+        grid = (triton.cdiv(num_groups, block),)
+        x_batch = x.stride(0) if lead else 0
+        _token_kernel[grid](x, *out, num_groups, rows, k, x_batch, x.stride(-2), pitch, BLOCK=block, num_warps=max(1, block // 4))
+    return out
+
+
+def quant_fp8_block(w: torch.Tensor) -> Fp8:
+    """See kernels.quant_fp8.quant_fp8_block."""
+    *lead, n, k = w.shape
+    data = torch.empty(w.shape, dtype=FP8, device=w.device)
+    scale = torch.empty((*lead, -(-n // GROUP), k // GROUP), dtype=torch.float32, device=w.device)
+    if w.numel():
+        grid = (k // GROUP, scale.shape[-2], lead[0] if lead else 1)
+        _block_kernel[grid](w, data, scale, n, k, w.stride(0) if lead else 0, w.stride(-2), num_warps=8)
+    return Fp8(data, scale)
