@@ -13,6 +13,10 @@ class Config(NamedTuple):
     warps: int
     swap: bool
     """The weight is the left operand of the tensor cores' product: whose tiles have 64 rows and more, so for few rows of x."""
+    pair: str = ""
+    """Two products a block: of both halves of the tile's rows ("m") or columns ("n") with the other operand's one load."""
+    shared: bool = False
+    """All programs of a tile add up the partial sums, not the last one alone; all programs must fit on the GPU at once."""
 
 
 class Choice(NamedTuple):

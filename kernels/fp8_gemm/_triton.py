@@ -1,8 +1,9 @@
 """Split-K GEMM for few rows: the weight streams once at memory speed, whatever the number of its tiles.
 
 A program owns one tile of the output and a contiguous range of its 128-wide k-blocks; there are as many ranges as fill the SMs evenly.
-Every program leaves its fp32 partial sums in the workspace, and the one that arrives last at the tile's counter adds them up in
-the order of k, writes bf16 and sets the counter back to 0: one launch, no order of arrival in the result.
+Every program leaves its fp32 partial sums in the workspace and arrives at the tile's counter. Then either the last one to arrive adds them
+all up, or all programs of the tile wait for each other and each adds up its share of the rows (`shared`: a cooperative launch, which runs
+all programs at once or none). The order of the sum is that of k: no order of arrival is in the result. Counters end at 0, as they began.
 """
 
 import torch
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.backend import interpreting
 from kernels.fp8_gemm._table import Config
 from kernels.numerics import GROUP, Fp8
 
@@ -18,48 +20,92 @@ from kernels.numerics import GROUP, Fp8
 def _kernel(
     x_desc, w_desc, x_scale_ptr, w_scale_ptr, out_ptr, partial_ptr, counter_ptr,
     m, n, k_blocks, x_scale_pitch, out_row, splits,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     m_tiles = tl.cdiv(m, BLOCK_M)
     tiles = m_tiles * tl.cdiv(n, BLOCK_N)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     first_row, first_column = tile % m_tiles * BLOCK_M, tile // m_tiles * BLOCK_N
     begin, end = split * k_blocks // splits, (split + 1) * k_blocks // splits
-    rows = first_row + tl.arange(0, BLOCK_M)
-    x_scales = x_scale_ptr + tl.minimum(rows, m - 1)  # [BLOCK_M]; rows beyond m only fill accumulators that nobody reads
+    DOT_M: tl.constexpr = BLOCK_M // 2 if PAIR == "m" else BLOCK_M
+    DOT_N: tl.constexpr = BLOCK_N // 2 if PAIR == "n" else BLOCK_N
+    rows, columns = first_row + tl.arange(0, DOT_M), first_column + tl.arange(0, DOT_N)
+    x_scales = x_scale_ptr + tl.minimum(rows, m - 1)  # rows beyond m only fill accumulators that nobody reads
     w_scales = w_scale_ptr + first_column // 128 * k_blocks
-    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((DOT_N, DOT_M) if SWAP else (DOT_M, DOT_N), tl.float32)
+    if PAIR != "":
+        other_acc = tl.zeros((DOT_M, DOT_N), tl.float32)
+    if PAIR == "m":
+        other_x_scales = x_scale_ptr + tl.minimum(rows + DOT_M, m - 1)
+    if PAIR == "n":  # the last tile's second half may lie beyond n
+        other_w_scales = w_scale_ptr + tl.minimum(first_column // 128 + 1, tl.cdiv(n, 128) - 1) * k_blocks
     for block in tl.range(begin, end, num_stages=STAGES):
         x = x_desc.load([first_row, block * 128])
         w = w_desc.load([first_column, block * 128])
-        scale = tl.load(x_scales + block * x_scale_pitch) * tl.load(w_scales + block)
+        x_scale, w_scale = tl.load(x_scales + block * x_scale_pitch), tl.load(w_scales + block)
         if SWAP:
-            acc += tl.dot(w, x.T) * scale[None, :]
+            acc += tl.dot(w, x.T) * (x_scale * w_scale)[None, :]
         else:
-            acc += tl.dot(x, w.T) * scale[:, None]
-    if splits > 1:
-        inside = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
-        partials = partial_ptr + tile * splits * (BLOCK_M * BLOCK_N) + inside
-        tl.store(partials + split * (BLOCK_M * BLOCK_N), acc)
-        tl.debug_barrier()  # all threads' sums are written before one of them announces it
-        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(counter_ptr + tile, 0)
-            acc = tl.load(partials, cache_modifier=".cg")
-            for other in tl.range(1, splits, loop_unroll_factor=2):
-                acc += tl.load(partials + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-            _store(acc, out_ptr, rows, first_column, m, n, out_row, SWAP, BLOCK_N)
+            acc += tl.dot(x, w.T) * (x_scale * w_scale)[:, None]
+        if PAIR == "m":
+            other_x = x_desc.load([first_row + DOT_M, block * 128])
+            other_acc += tl.dot(other_x, w.T) * (tl.load(other_x_scales + block * x_scale_pitch) * w_scale)[:, None]
+        if PAIR == "n":
+            other_w = w_desc.load([first_column + DOT_N, block * 128])
+            other_acc += tl.dot(x, other_w.T) * (x_scale * tl.load(other_w_scales + block))[:, None]
+    if SWAP:
+        acc = acc.T
+    if splits == 1:
+        _store(acc, out_ptr, rows, columns, m, n, out_row)
+        if PAIR == "m":
+            _store(other_acc, out_ptr, rows + DOT_M, columns, m, n, out_row)
+        if PAIR == "n":
+            _store(other_acc, out_ptr, rows, columns + DOT_N, m, n, out_row)
     else:
-        _store(acc, out_ptr, rows, first_column, m, n, out_row, SWAP, BLOCK_N)
+        TILE: tl.constexpr = BLOCK_M * BLOCK_N
+        partials = partial_ptr + tile * splits * TILE
+        inside = split * TILE + tl.arange(0, DOT_M)[:, None] * BLOCK_N + tl.arange(0, DOT_N)[None, :]
+        tl.store(partials + inside, acc)
+        if PAIR == "m":
+            tl.store(partials + inside + DOT_M * BLOCK_N, other_acc)
+        if PAIR == "n":
+            tl.store(partials + inside + DOT_N, other_acc)
+        tl.debug_barrier()  # all threads' sums are written before one of them announces it
+        counter = counter_ptr + tile
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
+        if SHARED:
+            while arrived < splits:
+                arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+            _reduce(partials, out_ptr, split, splits, first_row, first_column, m, n, out_row, splits, BLOCK_M, BLOCK_N, SLICE)
+            if tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 2 * splits - 1:
+                tl.store(counter, 0)
+        elif arrived == splits:
+            tl.store(counter, 0)
+            _reduce(partials, out_ptr, 0, 1, first_row, first_column, m, n, out_row, splits, BLOCK_M, BLOCK_N, SLICE)
 
 
 @triton.jit
-def _store(acc, out_ptr, rows, first_column, m, n, out_row, SWAP: tl.constexpr, BLOCK_N: tl.constexpr):
-    columns = first_column + tl.arange(0, BLOCK_N)
-    out = acc.to(out_ptr.dtype.element_ty)
-    if SWAP:
-        out = out.T
+def _reduce(
+    partials, out_ptr, first, step, first_row, first_column, m, n, out_row, splits,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Add up the partial sums of every `step`th slice of the tile's rows, in the order of k."""
+    columns = tl.arange(0, BLOCK_N)
+    for part in range(first, BLOCK_M // SLICE, step):
+        rows = part * SLICE + tl.arange(0, SLICE)
+        inside = partials + rows[:, None] * BLOCK_N + columns[None, :]
+        total = tl.load(inside, cache_modifier=".cg")
+        for other in tl.range(1, splits, loop_unroll_factor=4):
+            total += tl.load(inside + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+        _store(total, out_ptr, first_row + rows, first_column + columns, m, n, out_row)
+
+
+@triton.jit
+def _store(tile, out_ptr, rows, columns, m, n, out_row):
     valid = (rows < m)[:, None] & (columns < n)[None, :]
-    tl.store(out_ptr + rows.to(tl.int64)[:, None] * out_row + columns[None, :], out, mask=valid)
+    pointers = out_ptr + rows.to(tl.int64)[:, None] * out_row + columns[None, :]
+    tl.store(pointers, tile.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 class Workspace:
@@ -92,13 +138,26 @@ def workspace_of(device: torch.device) -> Workspace:
 def fp8_gemm(x: Fp8, w: Fp8, out: torch.Tensor, config: Config, workspace: Workspace | None = None) -> None:
     """See kernels.fp8_gemm.fp8_gemm."""
     workspace = workspace or workspace_of(out.device)
+    assert workspace.fits(*out.shape, config), f"{out.shape=} {config=}"
+    grid, args, options = _launch(x, w, out, config, workspace)
+    _kernel[grid](*args, **options)
+
+
+def compile_only(x: Fp8, w: Fp8, out: torch.Tensor, config: Config) -> object:
+    """The kernel that such a call runs, compiled; for tuning."""
+    grid, args, options = _launch(x, w, out, config, workspace_of(out.device))
+    return _kernel.warmup(*args, grid=grid, **options)
+
+
+def _launch(x: Fp8, w: Fp8, out: torch.Tensor, config: Config, workspace: Workspace) -> tuple[tuple[int], list[object], dict[str, object]]:
     (m, k), n = x.data.shape, w.data.shape[0]
-    assert workspace.fits(m, n, config), f"{m=} {n=} {config=}"
-    x_desc = TensorDescriptor(x.data, [m, k], [x.data.stride(0), 1], [config.block_m, GROUP])
-    w_desc = TensorDescriptor(w.data, [n, k], [w.data.stride(0), 1], [config.block_n, GROUP])
+    shared = config.shared and config.splits > 1 and not interpreting()  # the interpreter runs one program after another
+    dot_m, dot_n = config.block_m // (2 if config.pair == "m" else 1), config.block_n // (2 if config.pair == "n" else 1)
+    x_desc = TensorDescriptor(x.data, [m, k], [x.data.stride(0), 1], [dot_m, GROUP])
+    w_desc = TensorDescriptor(w.data, [n, k], [k, 1], [dot_n, GROUP])
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * config.splits,)
-    _kernel[grid](
-        x_desc, w_desc, x.scale, w.scale, out, workspace.partials, workspace.counters,
-        m, n, k // GROUP, x.scale.stride(1), out.stride(0), config.splits,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, SWAP=config.swap, STAGES=config.stages, num_warps=config.warps,
-    )  # fmt: skip
+    pointers = [x.scale, w.scale, out, workspace.partials, workspace.counters]
+    numbers = [m, n, k // GROUP, x.scale.stride(1), out.stride(0), config.splits]
+    tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SWAP": config.swap, "PAIR": config.pair, "STAGES": config.stages}
+    reduction = {"SHARED": shared, "SLICE": min(config.block_m, 16 if shared else 1024 * config.warps // config.block_n)}
+    return grid, [x_desc, w_desc, *pointers, *numbers], {**tile, **reduction, "num_warps": config.warps, "launch_cooperative_grid": shared}

@@ -21,6 +21,8 @@ CONFIGS = [
     Config(16, 128, 3, 3, 4, True),
     Config(64, 64, 2, 2, 4, False),
     Config(64, 128, 5, 3, 4, False),
+    Config(32, 128, 2, 2, 8, False, "m", True),
+    Config(16, 256, 3, 2, 8, False, "n", True),
 ]
 
 
@@ -125,7 +127,7 @@ def test_table_is_sound() -> None:
         assert list(buckets) == sorted(buckets) and n % 64 == 0 and k % GROUP == 0
         for m, choice in buckets.items():
             assert choose(m, n, k) == choice and 1 <= choice.config.splits <= k // GROUP
-            assert GROUP % choice.config.block_n == 0 or choice.config.block_n == GROUP
+            assert GROUP % (choice.config.block_n // (2 if choice.config.pair == "n" else 1)) == 0
     for m, n, k in ((1, 64, 128), (300, 2112, 7168), (5000, 7168, 16384), (64, 24576, 1536)):
         config = choose(m, n, k).config
         assert 1 <= config.splits <= k // GROUP
