@@ -1,0 +1,123 @@
+"""FP8 GEMM a group (expert), rows of a group together: masked as decode's fixed buffers are, contiguous as prefill's."""
+
+import torch
+
+from kernels.backend import Backend, select
+from kernels.numerics import FP8, GROUP, Fp8, dequantise_blocks, dequantise_tokens
+
+ROW_ALIGNMENT = 128
+"""A group's rows start at a multiple of this, in both layouts."""
+
+
+def grouped_gemm_masked(x: Fp8, w: Fp8, num_rows: torch.Tensor, *, expected_m: int, backend: Backend = "auto") -> torch.Tensor:
+    """out[g, i] = x[g, i] @ w[g].T for i < num_rows[g].
+
+    x         [groups, max_m, k]  per_token_128, data contiguous, scale as `empty_token_scales` lays it out; max_m % 128 == 0
+    w         [groups, n, k]      per_block_128x128, contiguous; n % 64 == 0, k % 128 == 0
+    num_rows  [groups] int32      on x's device and read there alone; 0 is legal
+    expected_m                    rows a group that are likely: chooses tiles, never results
+    returns   [groups, max_m, n]  bfloat16; rows from num_rows[g] up to the next multiple of 128 hold anything, later ones
+                                  are neither read nor written
+    """
+    (groups, max_m, k), n = x.data.shape, w.data.shape[1]
+    assert max_m % ROW_ALIGNMENT == 0 and num_rows.shape == (groups,) and num_rows.dtype == torch.int32, f"{max_m=} {num_rows.shape=}"
+    _check(x, w)
+    out = torch.empty((groups, max_m, n), dtype=torch.bfloat16, device=x.data.device)
+    if out.numel() == 0:
+        return out
+    table = SMALL_M_IMPLEMENTATIONS if prefers_triton(groups, expected_m, n, k) else IMPLEMENTATIONS
+    return select(table, backend, x.data.device.type, torch.bfloat16)(x, w, num_rows, expected_m, out)
+
+
+def grouped_gemm_contiguous(x: Fp8, w: Fp8, group_of_row: torch.Tensor, *, backend: Backend = "auto") -> torch.Tensor:
+    """out[i] = x[i] @ w[group_of_row[i]].T.
+
+    x             [m, k]          per_token_128, data contiguous, scale as `empty_token_scales` lays it out; m % 128 == 0
+    w             [groups, n, k]  per_block_128x128, contiguous; n % 64 == 0, k % 128 == 0
+    group_of_row  [m] int32       on x's device; each 128 rows belong to one group, of which the last may be padding: -1;
+                                  128 rows that are all padding are skipped
+    returns       [m, n]          bfloat16; rows of padding hold anything
+    """
+    m = x.data.shape[0]
+    assert m % ROW_ALIGNMENT == 0 and group_of_row.shape == (m,) and group_of_row.dtype == torch.int32, f"{m=} {group_of_row.shape=}"
+    _check(x, w)
+    out = torch.empty((m, w.data.shape[1]), dtype=torch.bfloat16, device=x.data.device)
+    if out.numel() == 0:
+        return out
+    return select(CONTIGUOUS_IMPLEMENTATIONS, backend, x.data.device.type, torch.bfloat16)(x, w, group_of_row, out)
+
+
+def prefers_triton(groups: int, expected_m: int, n: int, k: int) -> bool:
+    """Where our masked kernel streams weights faster than DeepGEMM's, as measured."""
+    return expected_m <= 64 and groups * n * k >= 1 << 27
+
+
+def _check(x: Fp8, w: Fp8) -> None:
+    groups, n, k = w.data.shape
+    assert x.data.shape[-1] == k and (x.data.ndim == 2 or x.data.shape[0] == groups), f"{x.data.shape=} {w.data.shape=}"
+    assert n % 64 == 0 and k % GROUP == 0 and x.data.dtype == w.data.dtype == FP8, f"{n=} {k=} {x.data.dtype=} {w.data.dtype=}"
+    assert x.data.is_contiguous() and w.data.is_contiguous() and w.scale.is_contiguous(), f"{x.data.stride()=} {w.data.stride()=}"
+    assert x.scale.shape == (*x.data.shape[:-1], k // GROUP) and w.scale.shape == (groups, -(-n // GROUP), k // GROUP), f"{x.scale.shape=}"
+    pitch = -(-x.data.shape[-2] // 4) * 4
+    laid_out = x.scale.stride()[-2:] == (1, pitch) and x.scale.stride(0) in (1, pitch * (k // GROUP))
+    assert laid_out or x.data.numel() == 0, f"{x.scale.stride()=}"
+
+
+def grouped_gemm_masked_reference(x: Fp8, w: Fp8, num_rows: torch.Tensor, expected_m: int, out: torch.Tensor) -> torch.Tensor:
+    """Group by group in fp32, on the rows that count."""
+    for group, rows in enumerate(num_rows.tolist()):
+        tokens = dequantise_tokens(Fp8(x.data[group, :rows], x.scale[group, :rows]))
+        out[group, :rows] = tokens @ dequantise_blocks(Fp8(w.data[group], w.scale[group])).T
+    return out
+
+
+def grouped_gemm_contiguous_reference(x: Fp8, w: Fp8, group_of_row: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Group by group in fp32, on its own rows."""
+    for group in range(w.data.shape[0]):
+        rows = (group_of_row == group).nonzero().flatten()
+        tokens = dequantise_tokens(Fp8(x.data.view(torch.uint8)[rows].view(FP8), x.scale[rows]))
+        out[rows] = (tokens @ dequantise_blocks(Fp8(w.data[group], w.scale[group])).T).to(out.dtype)
+    return out
+
+
+def grouped_gemm_masked_triton(x: Fp8, w: Fp8, num_rows: torch.Tensor, expected_m: int, out: torch.Tensor) -> torch.Tensor:
+    """A fixed number of programs through all tiles, loads running ahead over their borders."""
+    from kernels.grouped_gemm._triton import launch_masked
+
+    launch_masked(x, w, num_rows, expected_m, out)
+    return out
+
+
+def grouped_gemm_contiguous_triton(x: Fp8, w: Fp8, group_of_row: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The same, its groups looked up by row."""
+    from kernels.grouped_gemm._triton import launch_contiguous
+
+    launch_contiguous(x, w, group_of_row, out)
+    return out
+
+
+def grouped_gemm_masked_deep_gemm(x: Fp8, w: Fp8, num_rows: torch.Tensor, expected_m: int, out: torch.Tensor) -> torch.Tensor:
+    """DeepGEMM's masked grouped GEMM."""
+    from kernels.grouped_gemm._deep_gemm import masked
+
+    return masked(x, w, num_rows, expected_m, out)
+
+
+def grouped_gemm_contiguous_deep_gemm(x: Fp8, w: Fp8, group_of_row: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """DeepGEMM's contiguous grouped GEMM."""
+    from kernels.grouped_gemm._deep_gemm import contiguous
+
+    return contiguous(x, w, group_of_row, out)
+
+
+IMPLEMENTATIONS = {
+    "deep_gemm": grouped_gemm_masked_deep_gemm,
+    "triton": grouped_gemm_masked_triton,
+    "reference": grouped_gemm_masked_reference,
+}
+SMALL_M_IMPLEMENTATIONS = {name: IMPLEMENTATIONS[name] for name in ("triton", "deep_gemm", "reference")}
+CONTIGUOUS_IMPLEMENTATIONS = {
+    "deep_gemm": grouped_gemm_contiguous_deep_gemm,
+    "triton": grouped_gemm_contiguous_triton,
+    "reference": grouped_gemm_contiguous_reference,
+}
