@@ -1,6 +1,5 @@
 """Both layouts against a loop over groups; their benchmark, alone and in the chain of an expert's MLP, is K5 and K6."""
 
-import math
 from collections.abc import Iterator
 
 import pytest
@@ -201,3 +200,76 @@ def test_rejects_what_the_contract_forbids() -> None:
     ):
         with pytest.raises(AssertionError):
             grouped_gemm_masked(bad_x, bad_w, counts, expected_m=1)
+
+
+GATE_UP, DOWN = (4096, 7168), (7168, 2048)  # n, k of V3's experts
+
+
+def bench_masked(groups: int, rows: int, n: int, k: int) -> tuple[list[tuple[Fp8, Fp8, torch.Tensor]], float]:
+    """Input sets with every group `rows` rows full, and the floor in us."""
+    from kernels.timing import num_sets
+
+    moved, max_m = groups * (n * k + rows * (k + 2 * n)), max(rows, 1024)
+    counts = torch.full((groups,), rows, dtype=torch.int32, device=DEVICE)
+    random = generator(f"bench{groups, rows, n, k}")
+    sets = []
+    for _ in range(num_sets(moved)):
+        x = quantise_tokens(torch.randn(groups, max_m, k, generator=random, device=DEVICE))
+        sets.append((x, random_weights(groups, n, k, random), counts))
+    return sets, max(moved / 4.3e6, 2 * groups * rows * n * k / 1979e6)
+
+
+def bench_grouped_gemm() -> Iterator[Row]:
+    """K5 and K6: an expert's MLP as one chain. K9: what runs by "auto" against DeepGEMM."""
+    from kernels.silu_mul_quant import silu_mul_quant_masked
+    from kernels.timing import compare_us
+
+    for row, groups, rows, base, aim in (("K5", 2, 1024, 175.0, 155.0), ("K6", 32, 64, 400.0, 385.0), ("", 2, 64, 0, 0), ("", 32, 8, 0, 0)):
+        first, first_floor = bench_masked(groups, rows, *GATE_UP)
+        second, second_floor = bench_masked(groups, rows, *DOWN)
+
+        def gemm(inputs: tuple[Fp8, Fp8, torch.Tensor], backend: str, rows: int = rows) -> torch.Tensor:
+            return grouped_gemm_masked(*inputs, expected_m=rows, backend=backend)
+
+        def mlp(one: tuple[Fp8, Fp8, torch.Tensor], two: tuple[Fp8, Fp8, torch.Tensor], backend: str, rows: int = rows) -> torch.Tensor:
+            x = silu_mul_quant_masked(gemm(one, backend, rows), one[2])
+            return gemm((x, two[1], two[2]), backend, rows)
+
+        for shape, sets, floor in ((GATE_UP, first, first_floor), (DOWN, second, second_floor)):
+            x, w, _ = sets[0]
+            assert relative_error(gemm(sets[0], "auto")[1, :rows], product(Fp8(x.data[1, :rows], x.scale[1, :rows]), w, 1)) < 1e-2
+            us = compare_us(
+                {name: [lambda one=one, name=name: gemm(one, name) for one in sets] for name in ("auto", "deep_gemm")}, replays=20
+            )
+            conditions = f"n {shape[0]}, k {shape[1]}; DeepGEMM {us['deep_gemm']:.1f} us, ours {us['auto']:.1f}, floor {floor:.1f}"
+            yield Row(f"K9-grouped-{groups}x{rows}-n{shape[0]}", us["deep_gemm"] / us["auto"], "x", "higher", 0.9, 1.0, conditions)
+        if row:
+            pairs = list(zip(first * 3, second * 3, strict=False))[: max(len(first), len(second))]
+            us = compare_us(
+                {name: [lambda a=a, b=b, name=name: mlp(a, b, name) for a, b in pairs] for name in ("auto", "deep_gemm")}, replays=20
+            )
+            library = f"by DeepGEMM alone {us['deep_gemm']:.1f} us"
+            conditions = f"{groups} x {rows} rows, max_m 1024; GEMMs {library}; floor {first_floor + second_floor:.1f}"
+            yield Row(row, us["auto"], "us", "lower", base, aim, conditions)
+    yield from bench_contiguous()
+
+
+def bench_contiguous() -> Iterator[Row]:
+    """8 groups of 1024 rows, as prefill has them."""
+    from kernels.timing import compare_us
+
+    for n, k in (GATE_UP, DOWN):
+        sets = [make_contiguous([1024] * 8, n, k) for _ in range(3)]
+        x, w, group_of_row = sets[0]
+        out = grouped_gemm_contiguous(x, w, group_of_row)
+        assert relative_error(out[1024:2048], product(Fp8(x.data[1024:2048], x.scale[1024:2048]), w, 1)) < 1e-2
+        us = compare_us(
+            {
+                name: [lambda one=one, name=name: grouped_gemm_contiguous(*one, backend=name) for one in sets]
+                for name in ("auto", "deep_gemm", "triton")
+            },
+            replays=20,
+        )
+        times = f"DeepGEMM {us['deep_gemm']:.1f} us, ours {us['auto']:.1f}, our Triton {us['triton']:.1f}"
+        conditions = f"n {n}, k {k}; {times}, floor {2 * 8192 * n * k / 1979e6:.1f}"
+        yield Row(f"K9-grouped-contiguous-8x1024-n{n}", us["deep_gemm"] / us["auto"], "x", "higher", 0.9, 1.0, conditions)
