@@ -5,7 +5,7 @@ import torch
 
 from kernels.topk_gate import topk_gate
 
-BACKENDS = ["torch", "reference"]
+BACKENDS = ["triton", "torch", "reference"]
 SIGMOIDS = [[0.95, 0.10, 0.10, 0.10, 0.60, 0.60, 0.05, 0.05]]
 
 
