@@ -17,6 +17,8 @@ class Config(NamedTuple):
     """Two products a block: of both halves of the tile's rows ("m") or columns ("n") with the other operand's one load."""
     shared: bool = False
     """All programs of a tile add up the partial sums, not the last one alone; all programs must fit on the GPU at once."""
+    tma: bool = True
+    """Loads by TMA descriptors, else by cp.async, which has no pair."""
 
 
 class Choice(NamedTuple):

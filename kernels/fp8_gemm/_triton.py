@@ -18,10 +18,10 @@ from kernels.numerics import GROUP, Fp8
 
 @triton.jit(do_not_specialize=["m", "k_blocks", "splits"])
 def _kernel(
-    x_desc, w_desc, x_scale_ptr, w_scale_ptr, out_ptr, partial_ptr, counter_ptr,
-    m, n, k_blocks, x_scale_pitch, out_row, splits,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr,
-    SHARED: tl.constexpr, SLICE: tl.constexpr,
+    x_source, w_source, x_scale_ptr, w_scale_ptr, out_ptr, partial_ptr, counter_ptr,
+    m, n, k_blocks, x_row, x_scale_pitch, out_row, splits,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, PAIR: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, SHARED: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     m_tiles = tl.cdiv(m, BLOCK_M)
     tiles = m_tiles * tl.cdiv(n, BLOCK_N)
@@ -40,19 +40,25 @@ def _kernel(
         other_x_scales = x_scale_ptr + tl.minimum(rows + DOT_M, m - 1)
     if PAIR == "n":  # the last tile's second half may lie beyond n
         other_w_scales = w_scale_ptr + tl.minimum(first_column // 128 + 1, tl.cdiv(n, 128) - 1) * k_blocks
+    if not TMA:
+        inner = tl.arange(0, 128)
+        x_pointers = x_source + tl.minimum(rows, m - 1).to(tl.int64)[:, None] * x_row + inner[None, :]
+        w_pointers = w_source + tl.minimum(columns, n - 1).to(tl.int64)[:, None] * (k_blocks * 128) + inner[None, :]
     for block in tl.range(begin, end, num_stages=STAGES):
-        x = x_desc.load([first_row, block * 128])
-        w = w_desc.load([first_column, block * 128])
+        if TMA:
+            x, w = x_source.load([first_row, block * 128]), w_source.load([first_column, block * 128])
+        else:
+            x, w = tl.load(x_pointers + block * 128), tl.load(w_pointers + block * 128)
         x_scale, w_scale = tl.load(x_scales + block * x_scale_pitch), tl.load(w_scales + block)
         if SWAP:
             acc += tl.dot(w, x.T) * (x_scale * w_scale)[None, :]
         else:
             acc += tl.dot(x, w.T) * (x_scale * w_scale)[:, None]
         if PAIR == "m":
-            other_x = x_desc.load([first_row + DOT_M, block * 128])
+            other_x = x_source.load([first_row + DOT_M, block * 128])
             other_acc += tl.dot(other_x, w.T) * (tl.load(other_x_scales + block * x_scale_pitch) * w_scale)[:, None]
         if PAIR == "n":
-            other_w = w_desc.load([first_column + DOT_N, block * 128])
+            other_w = w_source.load([first_column + DOT_N, block * 128])
             other_acc += tl.dot(x, other_w.T) * (x_scale * tl.load(other_w_scales + block))[:, None]
     if SWAP:
         acc = acc.T
@@ -152,12 +158,15 @@ def compile_only(x: Fp8, w: Fp8, out: torch.Tensor, config: Config) -> object:
 def _launch(x: Fp8, w: Fp8, out: torch.Tensor, config: Config, workspace: Workspace) -> tuple[tuple[int], list[object], dict[str, object]]:
     (m, k), n = x.data.shape, w.data.shape[0]
     shared = config.shared and config.splits > 1 and not interpreting()  # the interpreter runs one program after another
-    dot_m, dot_n = config.block_m // (2 if config.pair == "m" else 1), config.block_n // (2 if config.pair == "n" else 1)
-    x_desc = TensorDescriptor(x.data, [m, k], [x.data.stride(0), 1], [dot_m, GROUP])
-    w_desc = TensorDescriptor(w.data, [n, k], [k, 1], [dot_n, GROUP])
+    sources = [x.data, w.data]
+    if config.tma:
+        dot_m, dot_n = config.block_m // (2 if config.pair == "m" else 1), config.block_n // (2 if config.pair == "n" else 1)
+        x_desc = TensorDescriptor(x.data, [m, k], [x.data.stride(0), 1], [dot_m, GROUP])
+        sources = [x_desc, TensorDescriptor(w.data, [n, k], [k, 1], [dot_n, GROUP])]
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * config.splits,)
     pointers = [x.scale, w.scale, out, workspace.partials, workspace.counters]
-    numbers = [m, n, k // GROUP, x.scale.stride(1), out.stride(0), config.splits]
-    tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SWAP": config.swap, "PAIR": config.pair, "STAGES": config.stages}
-    reduction = {"SHARED": shared, "SLICE": min(config.block_m, 16 if shared else 1024 * config.warps // config.block_n)}
-    return grid, [x_desc, w_desc, *pointers, *numbers], {**tile, **reduction, "num_warps": config.warps, "launch_cooperative_grid": shared}
+    numbers = [m, n, k // GROUP, x.data.stride(0), x.scale.stride(1), out.stride(0), config.splits]
+    tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SWAP": config.swap, "PAIR": config.pair, "TMA": config.tma}
+    rows_at_once = min(config.block_m, 16 if shared else 1024 * config.warps // config.block_n)
+    pipeline = {"STAGES": config.stages, "SHARED": shared, "SLICE": rows_at_once}
+    return grid, [*sources, *pointers, *numbers], {**tile, **pipeline, "num_warps": config.warps, "launch_cooperative_grid": shared}

@@ -34,7 +34,7 @@ TILES = {  # rows -> block_m, block_n, warps, swap, pair
     128: [(128, 64, 4, False, ""), (128, 64, 8, False, ""), (128, 128, 8, False, ""), (64, 128, 4, False, ""), (128, 256, 8, False, "n")],
     256: [(256, 64, 8, False, ""), (128, 128, 8, False, ""), (128, 64, 8, False, ""), (256, 128, 8, False, "m"), (128, 256, 8, False, "n")],
 }
-PER_CASE = 18
+PER_CASE, PER_TILE = 24, 4
 DEADLINE_S = 80
 
 
@@ -56,7 +56,9 @@ def candidates(case: Case) -> list[Config]:
             continue
         tiles = -(-case.m // block_m) * -(-case.n // block_n)
         blocks = case.k // 128
-        for splits, shared in product(range(1, min(16, blocks // 2) + 1), (False, True)):
+        for splits, shared, tma in product(range(1, min(16, blocks // 2) + 1), (False, True), (True, False)):
+            if not tma and (pair or block_m == 256):
+                continue
             programs = tiles * splits
             if (shared and (splits == 1 or programs > SMS * resident)) or (splits > 1 and programs * block_m * block_n > 8 << 20):
                 continue
@@ -66,8 +68,13 @@ def candidates(case: Case) -> list[Config]:
             partials = programs * block_m * block_n * 8 / 5.5e6
             alone = splits * block_m * block_n * 4 / 8e4
             reduction = 0 if splits == 1 else 2 + partials if shared else 1 + max(alone, partials)
-            found[Config(block_m, block_n, splits, stages, warps, swap, pair, shared)] = streaming + waves + reduction
-    return sorted(found, key=found.__getitem__)[:PER_CASE]
+            found[Config(block_m, block_n, splits, stages, warps, swap, pair, shared, tma)] = streaming + waves + reduction
+    kept: list[Config] = []
+    for config in sorted(found, key=found.__getitem__):
+        alike = [c for c in kept if c._replace(splits=0, stages=0, shared=False) == config._replace(splits=0, stages=0, shared=False)]
+        if len(alike) < PER_TILE:
+            kept.append(config)
+    return kept[:PER_CASE]
 
 
 def kernel_of(config: Config) -> Config:
@@ -155,7 +162,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     out.mkdir(parents=True, exist_ok=True)
     (out / "fp8_gemm.json").write_text(json.dumps(results, indent=1))
-    print(f"{time.monotonic() - began:.0f} s; a configuration is block_m, block_n, splits, stages, warps, swap, pair, shared")
+    print(f"{time.monotonic() - began:.0f} s; a configuration is block_m, block_n, splits, stages, warps, swap, pair, shared, tma")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ SHAPES_GPU = [(m, n, k) for m in (1, 7, 16, 33, 64, 100, 128, 129, 256, 300) for
 CONFIGS = [
     Config(16, 64, 1, 3, 4, True),
     Config(16, 128, 3, 3, 4, True),
+    Config(16, 64, 3, 3, 4, True, shared=True, tma=False),
+    Config(64, 128, 2, 3, 4, False, tma=False),
     Config(64, 64, 2, 2, 4, False),
     Config(64, 128, 5, 3, 4, False),
     Config(32, 128, 2, 2, 8, False, "m", True),
