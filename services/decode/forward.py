@@ -70,7 +70,7 @@ class DecodeForward:
             self._layers = list(map(lambda layer, i: DecodeLayer(config, layer, i, backend), weights.layers, itertools.count()))
             self._head = create_linear(weights.head, backend=backend)
         shape = MlaDecodeShape(config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim, softmax_scale(config))
-        self._mla = create_mla_decode(shape, backend=backend)
+        self._mla = create_mla_decode(shape, backend=backend, dtype=weights.embed.dtype)
 
     @torch.inference_mode()
     def run(self, pages: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from kernels.backend import Backend
 from kernels.latent_store import latent_store
 from kernels.linear import create_linear
-from kernels.mla_prefill import merge_states, mla_prefill
+from kernels.mla_prefill import MlaPrefill, merge_states
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_
 from services.model.config import ModelConfig
@@ -25,6 +25,7 @@ class PrefixPiece:
 
     pages: torch.Tensor  # [num_pages] int64
     num_tokens: int
+    mla: MlaPrefill  # planned for the request's new tokens against this piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,14 @@ class PrefillStep:
     rows: tuple[torch.Tensor, ...]  # a layer each: [num_tokens] int64, where the new entries go
     psum_tokens: Sequence[int]  # [num_chunks + 1]
     prefixes: Sequence[Sequence[PrefixPiece]]  # a chunk each
+    mla: MlaPrefill  # planned for the new tokens among themselves
 
 
 class PrefillAttention:
     """One layer's attention of a ragged batch of chunks."""
 
-    def __init__(self, config: ModelConfig, weights: AttentionWeights, layer: int, scale: float, backend: Backend) -> None:
-        self._config, self._layer, self._scale = config, layer, scale
+    def __init__(self, config: ModelConfig, weights: AttentionWeights, layer: int, backend: Backend) -> None:
+        self._config, self._layer = config, layer
         self._backend: Backend = backend
         first = weights.q_b if weights.q_a is None else weights.q_a
         self._qkv_split = [first.shape[0], config.kv_lora_rank, config.qk_rope_head_dim]
@@ -65,7 +67,7 @@ class PrefillAttention:
         latent_store(latent, k_rope, step.pages, step.rows[self._layer], backend=self._backend)
         k, v = self._up_project(latent, k_rope)
         psum = step.psum_tokens
-        out, lse = mla_prefill(q, k, v, psum, psum, softmax_scale=self._scale, causal=True, backend=self._backend)
+        out, lse = step.mla.run(q, k, v)
         for i, pieces in enumerate(step.prefixes):
             if pieces:
                 rows = slice(psum[i], psum[i + 1])
@@ -80,10 +82,7 @@ class PrefillAttention:
             entries = pages[:, self._layer].index_select(0, piece.pages).flatten(0, 1)[: piece.num_tokens].to(q.dtype)  # [m, width]
             latent, k_rope = entries.split([self._config.kv_lora_rank, self._config.qk_rope_head_dim], dim=1)
             k, v = self._up_project(latent, k_rope)
-            part = mla_prefill(
-                q, k, v, (0, len(q)), (0, len(k)), softmax_scale=self._scale, causal=False, backend=self._backend
-            )
-            out, lse = merge_states(out, lse, *part)
+            out, lse = merge_states(out, lse, *piece.mla.run(q, k, v), backend=self._backend)
         return out
 
     def _up_project(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from kernels.backend import Backend
 from kernels.latent_store import pool_rows
 from kernels.linear import create_linear
+from kernels.mla_prefill import MlaPrefill, MlaPrefillShape, create_mla_prefill
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rotations
 from services.model.config import ModelConfig
@@ -42,11 +43,11 @@ class PrefillChunk:
 class PrefillLayer:
     """One decoder layer; the residual's addition is left to the next norm."""
 
-    def __init__(self, config: ModelConfig, weights: LayerWeights, layer: int, scale: float, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, weights: LayerWeights, layer: int, backend: Backend) -> None:
         self._eps = config.rms_norm_eps
         self._backend: Backend = backend
         self._input_norm, self._post_attention_norm = weights.input_norm, weights.post_attention_norm
-        self._attention = PrefillAttention(config, weights.attention, layer, scale, backend)
+        self._attention = PrefillAttention(config, weights.attention, layer, backend)
         mlp = weights.mlp
         self._mlp = PrefillMlp(mlp, backend) if isinstance(mlp, MlpWeights) else PrefillExperts(config, mlp, backend)
 
@@ -68,12 +69,13 @@ class PrefillForward:
         self._config = config
         self._backend: Backend = backend
         self._embed, self._norm = weights.embed, weights.norm
-        scale = softmax_scale(config)
+        qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        self._mla_shape = MlaPrefillShape(config.num_attention_heads, qk_dim, config.v_head_dim, softmax_scale(config))
         with torch.inference_mode():
             cos, sin = cos_sin_table(config, config.max_position_embeddings)
             self._rotations = rotations(cos.to(weights.embed.dtype), sin.to(weights.embed.dtype))  # [positions, rope / 2]
             # `map` holds no layer while the next one is read, as a loop's variable would
-            self._layers = list(map(lambda layer, i: PrefillLayer(config, layer, i, scale, backend), weights.layers, itertools.count()))
+            self._layers = list(map(lambda layer, i: PrefillLayer(config, layer, i, backend), weights.layers, itertools.count()))
             self._head = create_linear(weights.head, few_rows=False, backend=backend)
 
     @torch.inference_mode()
@@ -105,17 +107,20 @@ class PrefillForward:
         """Everything that the layers share: where entries go, where prefixes lie, how positions rotate."""
         positions = torch.cat([torch.arange(chunk.start, chunk.positions.stop) for chunk in batch])
         rows = pool_rows([chunk.page_table for chunk in batch], [chunk.positions for chunk in batch], pages.shape[1], pages.shape[2])
-        prefixes = [_prefix_pieces(chunk, pages.shape[2]) for chunk in batch]
-        return PrefillStep(pages, self._rotations.index_select(0, positions), rows.unbind(0), psum, prefixes)
+        prefixes = [self._prefix_pieces(chunk, pages.shape[2]) for chunk in batch]
+        mla = self._planned(psum, psum, causal=True)
+        return PrefillStep(pages, self._rotations.index_select(0, positions), rows.unbind(0), psum, prefixes, mla)
 
+    def _prefix_pieces(self, chunk: PrefillChunk, page_size: int) -> list[PrefixPiece]:
+        """Cut the cached positions 0 .. start - 1 into pieces of whole pages (the last page may be part full)."""
+        tokens, pieces = PREFIX_PIECE_PAGES * page_size, list[PrefixPiece]()
+        for begin in range(0, chunk.start, tokens):
+            num = min(tokens, chunk.start - begin)
+            table = torch.tensor(chunk.page_table[begin // page_size : -(-(begin + num) // page_size)], dtype=torch.int64)
+            pieces.append(PrefixPiece(table, num, self._planned((0, len(chunk.token_ids)), (0, num), causal=False)))
+        return pieces
 
-def _prefix_pieces(chunk: PrefillChunk, page_size: int) -> list[PrefixPiece]:
-    """Cut the cached positions 0 .. start - 1 into pieces of whole pages (the last page may be part full)."""
-    tokens = PREFIX_PIECE_PAGES * page_size
-    return [
-        PrefixPiece(
-            torch.tensor(chunk.page_table[begin // page_size : -(-min(begin + tokens, chunk.start) // page_size)], dtype=torch.int64),
-            min(tokens, chunk.start - begin),
-        )
-        for begin in range(0, chunk.start, tokens)
-    ]
+    def _planned(self, psum_q: Sequence[int], psum_k: Sequence[int], *, causal: bool) -> MlaPrefill:
+        mla = create_mla_prefill(self._mla_shape, backend=self._backend, dtype=self._embed.dtype)
+        mla.plan(psum_q, psum_k, causal=causal)
+        return mla
