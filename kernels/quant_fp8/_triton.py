@@ -24,9 +24,16 @@ def scale_of(x, axis: tl.constexpr):
 
 @triton.jit
 def to_fp8(x, scale):
-    """e4m3(x / scale) as the reference rounds it, NaN stays NaN; the shapes broadcast."""
-    x, scale = tl.broadcast(x, scale)
-    quotient = tl.clamp(tl.div_rn(x, scale), -_MAX, _MAX, propagate_nan=tl.PropagateNan.ALL)
+    """e4m3(x / scale) as the reference rounds it, NaN stays NaN; the shapes broadcast.
+
+    A true division for each scale, then a product and its correction by the remainder, exact in an fma: the quotient of a true division
+    of every element, without its branch.
+    """
+    inverse = tl.div_rn(1.0, scale)
+    quotient = x * inverse
+    quotient, scale = tl.broadcast(quotient, scale)
+    quotient, inverse = tl.broadcast(quotient, inverse)
+    quotient = tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)  # in this order -0 stays -0
     return _round_by_hand(quotient) if _INTERPRETING else quotient.to(tl.float8e4nv)
 
 
