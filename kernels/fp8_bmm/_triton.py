@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.numerics import FP8_MAX, GROUP, MIN_AMAX, Fp8
+from kernels.numerics import GROUP, Fp8
+from kernels.quant_fp8._triton import scale_of, to_fp8
 
 
 @triton.jit
@@ -15,7 +16,7 @@ def fp8_bmm_kernel(
     x_ptr, w_ptr, w_scale_ptr, out_ptr, out_scale_ptr,
     rows, x_stride_m, x_stride_b, out_stride_m, out_stride_b, out_scale_pitch,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, QUANT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_M, BLOCK_N] of one head; tiles along m follow each other, so that a head's weights stay in L2."""
     GROUP: tl.constexpr = 128
@@ -50,10 +51,9 @@ def fp8_bmm_kernel(
         acc = acc.T
     out_tile = out_ptr + head * out_stride_b + m_long[:, None] * out_stride_m + n[None, :]
     if QUANT:
-        scale = tl.maximum(tl.max(tl.abs(acc), axis=1), MIN_AMAX, propagate_nan=tl.PropagateNan.ALL) / FP8_MAX
+        scale = scale_of(acc, 1)
         tl.store(out_scale_ptr + (head * n_tiles + n_tile) * out_scale_pitch + m, scale, mask=m < rows)
-        data = tl.minimum(tl.maximum(acc / scale[:, None], -FP8_MAX), FP8_MAX)
-        tl.store(out_tile, data.to(out_ptr.dtype.element_ty), mask=m_in)
+        tl.store(out_tile, to_fp8(acc, scale[:, None]), mask=m_in)
     elif N % BLOCK_N == 0:
         tl.store(out_tile, acc.to(out_ptr.dtype.element_ty), mask=m_in)
     else:
@@ -65,7 +65,7 @@ def fp8_bmm_tma_kernel(
     x_desc, w_desc, w_scale_ptr, out_desc, out_scale_ptr,
     rows, batch, out_scale_pitch,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, QUANT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs take tiles in turn, so that loads of the next overlap the stores of the last."""
     GROUP: tl.constexpr = 128
@@ -90,10 +90,9 @@ def fp8_bmm_tma_kernel(
             result = acc.T if SWAP else acc
             if QUANT:
                 m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-                amax = tl.max(tl.abs(result), axis=1)
-                out_scale = tl.maximum(amax, MIN_AMAX, propagate_nan=tl.PropagateNan.ALL) / FP8_MAX
+                out_scale = scale_of(result, 1)
                 tl.store(out_scale_ptr + (head * n_tiles + n_tile).to(tl.int64) * out_scale_pitch + m, out_scale, mask=m < rows)
-                result = tl.minimum(tl.maximum(result / out_scale[:, None], -FP8_MAX), FP8_MAX)
+                result = to_fp8(result, out_scale[:, None])
             out_desc.store([m_tile * BLOCK_M, head, n_tile * BLOCK_N], result.to(out_desc.dtype).reshape(BLOCK_M, 1, BLOCK_N))
             acc = tl.zeros_like(acc)
 
@@ -111,7 +110,7 @@ def launch(x: torch.Tensor, w: Fp8, out: torch.Tensor, out_scale: torch.Tensor |
     block_m, block_n, per_sm = config["BLOCK_M"], config["BLOCK_N"], config.pop("PER_SM")
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(n, block_n) * batch
     pitch = 0 if out_scale is None else out_scale.stride(1)
-    shared = {"N": n, "K": k, "QUANT": out_scale is not None, "FP8_MAX": FP8_MAX, "MIN_AMAX": MIN_AMAX, **config}
+    shared = {"N": n, "K": k, "QUANT": out_scale is not None, **config}
     assert out_scale is None or block_n == GROUP
     if per_sm and n % block_n == 0 and block_n <= GROUP and _tma_reads(x) and _tma_reads(out):
         x_desc = TensorDescriptor(x, list(x.shape), list(x.stride()), [block_m, 1, GROUP])

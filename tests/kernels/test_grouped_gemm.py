@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
-from kernels.numerics import FP8, FP8_MAX, GROUP, MIN_AMAX, Fp8, dequantise_blocks, dequantise_tokens, empty_token_scales, relative_error
+from kernels.numerics import FP8, GROUP, Fp8, dequantise_blocks, dequantise_tokens, empty_token_scales, relative_error
+from kernels.quant_fp8 import quant_fp8
 from tests.bench.report import Row
 from tests.kernels.device import DEVICE, ON_GPU, generator, gpu_only, skip_unless_available
 
@@ -24,14 +25,6 @@ GPU_MASKED = [  # V2-Lite's experts, V3's, one group alone, V3's at EP8
 ]
 
 
-def quantise_tokens(x: torch.Tensor) -> Fp8:
-    """fp32 [..., rows, k] -> per_token_128."""
-    groups = x.unflatten(-1, (-1, GROUP))
-    scale = empty_token_scales(*x.shape, device=x.device)
-    scale.copy_(groups.abs().amax(-1).clamp(min=MIN_AMAX) / FP8_MAX)
-    return Fp8((groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).flatten(-2).to(FP8), scale)
-
-
 def random_weights(groups: int, n: int, k: int, random: torch.Generator) -> Fp8:
     """Random bytes without NaN, and scales that differ by block."""
     data = torch.randn(groups, n, k, generator=random, device=random.device, dtype=torch.bfloat16).mul_(64).to(FP8)
@@ -47,7 +40,7 @@ def make_masked(rows: list[int], max_m: int, n: int, k: int) -> tuple[Fp8, Fp8, 
     )
     x.scale.fill_(torch.nan)
     for group, count in enumerate(rows):
-        filled = quantise_tokens(torch.randn(count, k, generator=random, device=DEVICE))
+        filled = quant_fp8(torch.randn(count, k, generator=random, device=DEVICE))
         x.data[group, :count] = filled.data
         x.scale[group, :count] = filled.scale
     return x, random_weights(len(rows), n, k, random), torch.tensor(rows, dtype=torch.int32, device=DEVICE)
@@ -58,7 +51,7 @@ def make_contiguous(rows: list[int], n: int, k: int, *, spare: int = 0) -> tuple
     random = generator(f"contiguous{rows, n, k}")
     group_of_row = [group if row < count else -1 for group, count in enumerate(rows) for row in range(-(-count // GROUP) * GROUP)]
     group_of_row += [-1] * spare
-    x = quantise_tokens(torch.randn(len(group_of_row), k, generator=random, device=DEVICE))
+    x = quant_fp8(torch.randn(len(group_of_row), k, generator=random, device=DEVICE))
     padding = torch.tensor(group_of_row, device=DEVICE) < 0
     x.data.view(torch.uint8)[padding] = 0x7F
     x.scale[padding] = torch.nan
@@ -162,7 +155,7 @@ def test_offsets_beyond_2_31(backend: str) -> None:
     groups, max_m, k, n = (33, 32768, 2048, 128) if ON_GPU else (3, 1 << 23, 128, 64)
     data = torch.empty(groups, max_m, k, dtype=FP8, device=DEVICE)
     x = Fp8(data, empty_token_scales(groups, max_m, k, device=DEVICE))
-    small = quantise_tokens(torch.randn(9, k, generator=generator("far"), device=DEVICE))
+    small = quant_fp8(torch.randn(9, k, generator=generator("far"), device=DEVICE))
     x.data[-1, :9], x.scale[-1, :9] = small
     w = random_weights(groups, n, k, generator("far weights"))
     num_rows = torch.zeros(groups, dtype=torch.int32, device=DEVICE)
@@ -214,7 +207,7 @@ def bench_masked(groups: int, rows: int, n: int, k: int) -> tuple[list[tuple[Fp8
     random = generator(f"bench{groups, rows, n, k}")
     sets = []
     for _ in range(num_sets(moved)):
-        x = quantise_tokens(torch.randn(groups, max_m, k, generator=random, device=DEVICE))
+        x = quant_fp8(torch.randn(groups, max_m, k, generator=random, device=DEVICE))
         sets.append((x, random_weights(groups, n, k, random), counts))
     return sets, max(moved / 4.3e6, 2 * groups * rows * n * k / 1979e6)
 
