@@ -19,6 +19,10 @@ class Config(NamedTuple):
     """All programs of a tile add up the partial sums, not the last one alone; all programs must fit on the GPU at once."""
     tma: bool = True
     """Loads by TMA descriptors, else by cp.async, which has no pair."""
+    ahead: int = 0
+    """k-blocks of the weight that a program asks L2 for at its start, beyond what its pipeline holds."""
+    overlap: bool = False
+    """The program starts while the kernel before it ends (programmatic dependent launch): not with `shared`."""
 
 
 class Choice(NamedTuple):

@@ -16,18 +16,23 @@ from kernels.fp8_gemm._table import Config
 from kernels.numerics import GROUP, Fp8
 
 
-@triton.jit(do_not_specialize=["m", "k_blocks", "splits"])
+@triton.jit(do_not_specialize=["m", "k_blocks", "splits", "ahead"])
 def _kernel(
-    x_source, w_source, x_scale_ptr, w_scale_ptr, out_ptr, partial_ptr, counter_ptr,
-    m, n, k_blocks, x_row, x_scale_pitch, out_row, splits,
+    x_source, w_source, w_ptr, x_scale_ptr, w_scale_ptr, out_ptr, partial_ptr, counter_ptr,
+    m, n, k_blocks, x_row, x_scale_pitch, out_row, splits, ahead,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, PAIR: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr, SHARED: tl.constexpr, SLICE: tl.constexpr,
+    PREFETCH: tl.constexpr, OVERLAP: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     m_tiles = tl.cdiv(m, BLOCK_M)
     tiles = m_tiles * tl.cdiv(n, BLOCK_N)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     first_row, first_column = tile % m_tiles * BLOCK_M, tile // m_tiles * BLOCK_N
     begin, end = split * k_blocks // splits, (split + 1) * k_blocks // splits
+    if PREFETCH:
+        _prefetch(w_ptr, first_column, n, k_blocks, begin, tl.minimum(ahead, end - begin), BLOCK_N)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     DOT_M: tl.constexpr = BLOCK_M // 2 if PAIR == "m" else BLOCK_M
     DOT_N: tl.constexpr = BLOCK_N // 2 if PAIR == "n" else BLOCK_N
     rows, columns = first_row + tl.arange(0, DOT_M), first_column + tl.arange(0, DOT_N)
@@ -89,6 +94,16 @@ def _kernel(
         elif arrived == splits:
             tl.store(counter, 0)
             _reduce(partials, out_ptr, 0, 1, first_row, first_column, m, n, out_row, splits, BLOCK_M, BLOCK_N, SLICE)
+
+
+@triton.jit
+def _prefetch(w_ptr, first_column, n, k_blocks, begin, number, BLOCK_N: tl.constexpr):
+    """Ask L2 for the first blocks of the tile's rows of w, one request a row: more in flight than the pipeline holds."""
+    row = tl.minimum(first_column + tl.arange(0, BLOCK_N), n - 1).to(tl.int64)
+    address = (w_ptr + (row * k_blocks + begin) * 128).to(tl.int64)
+    size = tl.full((BLOCK_N,), 128, tl.int32) * number
+    request: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(request, "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -164,9 +179,11 @@ def _launch(x: Fp8, w: Fp8, out: torch.Tensor, config: Config, workspace: Worksp
         x_desc = TensorDescriptor(x.data, [m, k], [x.data.stride(0), 1], [dot_m, GROUP])
         sources = [x_desc, TensorDescriptor(w.data, [n, k], [k, 1], [dot_n, GROUP])]
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * config.splits,)
-    pointers = [x.scale, w.scale, out, workspace.partials, workspace.counters]
-    numbers = [m, n, k // GROUP, x.data.stride(0), x.scale.stride(1), out.stride(0), config.splits]
+    pointers = [w.data, x.scale, w.scale, out, workspace.partials, workspace.counters]
+    numbers = [m, n, k // GROUP, x.data.stride(0), x.scale.stride(1), out.stride(0), config.splits, config.ahead]
     tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SWAP": config.swap, "PAIR": config.pair, "TMA": config.tma}
     rows_at_once = min(config.block_m, 16 if shared else 1024 * config.warps // config.block_n)
-    pipeline = {"STAGES": config.stages, "SHARED": shared, "SLICE": rows_at_once}
-    return grid, [*sources, *pointers, *numbers], {**tile, **pipeline, "num_warps": config.warps, "launch_cooperative_grid": shared}
+    prefetch, overlap = config.ahead > 0 and not interpreting(), config.overlap and not interpreting()
+    launch = {"num_warps": config.warps, "launch_cooperative_grid": shared, "launch_pdl": overlap}
+    pipeline = {"PREFETCH": prefetch, "OVERLAP": overlap, "STAGES": config.stages, "SHARED": shared, "SLICE": rows_at_once}
+    return grid, [*sources, *pointers, *numbers], {**tile, **pipeline, **launch}

@@ -23,7 +23,8 @@ CONFIGS = [
     Config(64, 128, 2, 3, 4, False, tma=False),
     Config(64, 64, 2, 2, 4, False),
     Config(64, 128, 5, 3, 4, False),
-    Config(32, 128, 2, 2, 8, False, "m", True),
+    Config(64, 64, 2, 4, 4, False, ahead=2, overlap=True),
+    Config(32, 128, 2, 2, 8, False, "m", True, ahead=1),
     Config(16, 256, 3, 2, 8, False, "n", True),
 ]
 
