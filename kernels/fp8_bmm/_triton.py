@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.launch import launch_options
 from kernels.numerics import GROUP, Fp8
 from kernels.quant_fp8._triton import scale_of, to_fp8
 
@@ -16,10 +17,13 @@ def fp8_bmm_kernel(
     x_ptr, w_ptr, w_scale_ptr, out_ptr, out_scale_ptr,
     rows, x_stride_m, x_stride_b, out_stride_m, out_stride_b, out_scale_pitch,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_M, BLOCK_N] of one head; tiles along m follow each other, so that a head's weights stay in L2."""
     GROUP: tl.constexpr = 128
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     m_tiles = tl.cdiv(rows, BLOCK_M)
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     m_tile, rest = tl.program_id(0) % m_tiles, tl.program_id(0) // m_tiles
@@ -65,10 +69,13 @@ def fp8_bmm_tma_kernel(
     x_desc, w_desc, w_scale_ptr, out_desc, out_scale_ptr,
     rows, batch, out_scale_pitch,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs take tiles in turn, so that loads of the next overlap the stores of the last."""
     GROUP: tl.constexpr = 128
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     m_tiles = tl.cdiv(rows, BLOCK_M)
     n_tiles: tl.constexpr = N // BLOCK_N
     blocks: tl.constexpr = K // GROUP
@@ -110,7 +117,7 @@ def launch(x: torch.Tensor, w: Fp8, out: torch.Tensor, out_scale: torch.Tensor |
     block_m, block_n, per_sm = config["BLOCK_M"], config["BLOCK_N"], config.pop("PER_SM")
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(n, block_n) * batch
     pitch = 0 if out_scale is None else out_scale.stride(1)
-    shared = {"N": n, "K": k, "QUANT": out_scale is not None, **config}
+    shared = {"N": n, "K": k, "QUANT": out_scale is not None, **config, **launch_options()}
     assert out_scale is None or block_n == GROUP
     if per_sm and n % block_n == 0 and block_n <= GROUP and _tma_reads(x) and _tma_reads(out):
         x_desc = TensorDescriptor(x, list(x.shape), list(x.stride()), [block_m, 1, GROUP])

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.launch import launch_options
 from kernels.numerics import GROUP, Fp8
 
 
@@ -43,9 +44,12 @@ def _tile(
 @triton.jit
 def grouped_gemm_masked_kernel(
     x_desc, x_scale_desc, w_desc, w_scale_ptr, num_rows_ptr, out_desc, max_m, N, K, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, FLATTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, FLATTEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles in the order group, n, m: those that share weights follow each other."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     group_ids = tl.arange(0, GROUPS_2)
     counts = tl.load(num_rows_ptr + group_ids, mask=group_ids < GROUPS, other=0)
     tiles = tl.cdiv(counts, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -69,8 +73,12 @@ def grouped_gemm_masked_kernel(
 def grouped_gemm_contiguous_kernel(
     x_desc, x_scale_desc, w_desc, w_scale_ptr, group_of_row_ptr, out_desc, m_tiles, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles in bands of BAND along m, so that what the programs read at one time fits in L2."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     n_tiles = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0), flatten=FLATTEN):
         band = tile // (BAND * n_tiles) * BAND
@@ -106,7 +114,17 @@ def launch_masked(
     programs = config.pop("PER_SM") * num_sms(out.device)
     descriptors = _descriptors(x, w, out, config["BLOCK_M"], config["BLOCK_N"])
     grouped_gemm_masked_kernel[(programs,)](
-        *descriptors[:3], w.scale, num_rows, descriptors[3], max_m, n, k, groups, triton.next_power_of_2(groups), **config
+        *descriptors[:3],
+        w.scale,
+        num_rows,
+        descriptors[3],
+        max_m,
+        n,
+        k,
+        groups,
+        triton.next_power_of_2(groups),
+        **config,
+        **launch_options(),
     )
 
 
@@ -116,7 +134,9 @@ def launch_contiguous(x: Fp8, w: Fp8, group_of_row: torch.Tensor, out: torch.Ten
     programs = config.pop("PER_SM") * num_sms(out.device)
     descriptors = _descriptors(x, w, out, config["BLOCK_M"], config["BLOCK_N"])
     m_tiles, n, k = out.shape[0] // config["BLOCK_M"], w.data.shape[1], w.data.shape[2]
-    grouped_gemm_contiguous_kernel[(programs,)](*descriptors[:3], w.scale, group_of_row, descriptors[3], m_tiles, n, k, **config)
+    grouped_gemm_contiguous_kernel[(programs,)](
+        *descriptors[:3], w.scale, group_of_row, descriptors[3], m_tiles, n, k, **config, **launch_options()
+    )
 
 
 def _descriptors(x: Fp8, w: Fp8, out: torch.Tensor, block_m: int, block_n: int) -> tuple[TensorDescriptor, ...]:
