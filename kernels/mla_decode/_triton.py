@@ -146,6 +146,7 @@ class TritonMlaDecode:
         sizes = (requests + 1, requests + 1, requests, requests + 1, num_programs, 3, 4 * requests, limits.max_pages if limits else 1 << 14)
         self._arrays = DeviceArrays(self._device, sizes, fixed=limits is not None)
         self._partial: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.hopper = False
 
     def plan(self, pages: torch.Tensor, page_tables: PageTables, kv_lens: Lengths, q_lens: Lengths | None = None) -> None:
         assert pages.shape[3] == self._shape.width and pages.stride(3) == 1, f"{pages.shape=} {pages.stride()=}"
@@ -178,17 +179,36 @@ class TritonMlaDecode:
         layer_pages, config = self._pages[:, layer], self._config
         psum_q, psum_pages, kv_lens, psum_blocks, first, groups, request_of, indices = self._arrays.views
         block_h, rank_pad = config["BLOCK_H"], max(16, triton.next_power_of_2(rank))
-        _attend_kernel[(self._num_programs,)](
-            q, layer_pages, out, partial, lse, psum_q, psum_pages, kv_lens, psum_blocks, first, groups, indices,
-            q.stride(0), q.stride(1), layer_pages.stride(0), layer_pages.stride(1), self._shape.softmax_scale * 1.4426950408889634,
-            HEADS=heads, RANK=rank, ROPE=rope, RANK_PAD=rank_pad, ROPE_PAD=max(16, triton.next_power_of_2(rope)),
-            PAGE_SIZE=layer_pages.shape[1], **config,
-        )  # fmt: skip
+        if self.hopper:
+            self._attend_hopper(q, layer, out, partial, lse)
+        else:
+            _attend_kernel[(self._num_programs,)](
+                q, layer_pages, out, partial, lse, psum_q, psum_pages, kv_lens, psum_blocks, first, groups, indices,
+                q.stride(0), q.stride(1), layer_pages.stride(0), layer_pages.stride(1), self._shape.softmax_scale * 1.4426950408889634,
+                HEADS=heads, RANK=rank, ROPE=rope, RANK_PAD=rank_pad, ROPE_PAD=max(16, triton.next_power_of_2(rope)),
+                PAGE_SIZE=layer_pages.shape[1], **config,
+            )  # fmt: skip
         _combine_kernel[(self._num_queries, triton.cdiv(heads, COMBINE_HEADS))](
             out, partial, lse, psum_q, psum_blocks, first, groups, request_of,
             HEADS=heads, RANK=rank, RANK_PAD=rank_pad, BLOCK_H=block_h, ROWS=COMBINE_HEADS,
         )  # fmt: skip
         return out
+
+    def _attend_hopper(self, q, layer: int, out, partial, lse) -> None:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from kernels.mla_decode._triton_hopper import TILE, attend_hopper_kernel
+
+        pages, q = self._pages.flatten(0, 2), q.flatten(0, 1)
+        size, layers = self._pages.shape[2], self._pages.shape[1]
+        wide, narrow = [64, 256], [64, 64]
+        attend_hopper_kernel[(self._num_programs,)](
+            TensorDescriptor.from_tensor(q, wide, TILE.value), TensorDescriptor.from_tensor(q, narrow, TILE.value),
+            TensorDescriptor.from_tensor(pages, wide, TILE.value), TensorDescriptor.from_tensor(pages, narrow, TILE.value),
+            pages, out, partial, lse, *self._arrays.views[:6], self._arrays.views[7],
+            layers * size, layer * size, self._shape.softmax_scale * 1.4426950408889634,
+            HEADS=self._shape.num_heads, PAGE_SIZE=size, CONSUMER_REGS=232, LOADER_REGS=40, num_warps=4,
+        )  # fmt: skip
 
     def _workspace(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Two slots a program, made once for the largest tile."""
