@@ -11,18 +11,18 @@ _BLOCK = 1024
 
 @triton.jit
 def combine_kernel(
-    rows_ptr, row_idx_ptr, weights_ptr, shared_ptr, out_ptr, top_k, hidden, rows_row, shared_row,
-    SHARED: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    rows_ptr, row_idx_ptr, weights_ptr, shared_ptr, out_ptr, hidden, rows_row, shared_row,
+    SHARED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A program sums BLOCK columns of one token; TOP_K >= top_k is a power of two."""
+    """A program sums BLOCK columns of one token; PADDED_K >= TOP_K is a power of two."""
     token = tl.program_id(1).to(tl.int64)
-    k, column = tl.arange(0, TOP_K), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k, column = tl.arange(0, PADDED_K), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = column < hidden
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(row_idx_ptr + token * top_k + k, mask=k < top_k, other=-1)
-    weight = tl.load(weights_ptr + token * top_k + k, mask=k < top_k, other=0.0)
+    row = tl.load(row_idx_ptr + token * TOP_K + k, mask=k < TOP_K, other=-1)
+    weight = tl.load(weights_ptr + token * TOP_K + k, mask=k < TOP_K, other=0.0)
     weight = tl.where(row >= 0, weight, 0.0)  # a weight without a row may be NaN
     total = tl.zeros((BLOCK,), tl.float32)
     if SHARED:
@@ -43,8 +43,8 @@ def combine_reduce(
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(hidden))
         combine_kernel[(triton.cdiv(hidden, block), num_tokens)](
-            rows, row_idx, topk_weights, shared, out, top_k, hidden, rows.stride(0), 0 if shared is None else shared.stride(0),
-            SHARED=shared is not None, TOP_K=triton.next_power_of_2(max(1, top_k)), BLOCK=block, num_warps=max(1, block // 256),
-            **launch_options(),
+            rows, row_idx, topk_weights, shared, out, hidden, rows.stride(0), 0 if shared is None else shared.stride(0),
+            SHARED=shared is not None, TOP_K=top_k, PADDED_K=triton.next_power_of_2(max(1, top_k)), BLOCK=block,
+            num_warps=max(1, block // 256), **launch_options(),
         )
     return out

@@ -72,7 +72,7 @@ def _check(
 ) -> None:
     assert x.ndim == 2 and x.stride(1) == 1, f"{x.shape=} {x.stride()=}"
     rope = x.shape[1] - q_lora_rank - kv_weight.shape[0]
-    assert rotation.shape == (x.shape[0], rope // 2) and rotation.is_contiguous(), f"{x.shape=} {rotation.shape=}"
+    assert rope % 2 == 0 and rotation.shape == (x.shape[0], rope // 2) and rotation.is_contiguous(), f"{x.shape=} {rotation.shape=}"
     assert pages.is_contiguous() and pages.shape[-1] == kv_weight.shape[0] + rope, f"{pages.shape=} {x.shape=}"
     assert rows.shape == x.shape[:1] and rows.dtype == torch.int64, f"{rows=}"
 

@@ -28,14 +28,15 @@ def _store_entry(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(rows_ptr + token)
+    row = tl.load(rows_ptr + token + tl.arange(0, 1))  # of one element: the interpreter's masks of scalars are no masks
+    kept = row >= 0
     x = tl.load(x_ptr + column, mask=valid, other=0.0).to(tl.float32)
     key = tl.load(x_ptr + kv_rank + rope_column, mask=rope_column < rope, other=0.0).to(tl.float32)
     key = rotated(key, rotation_ptr + token * rope, rope, ROPE).to(x_ptr.dtype.element_ty)
     latent = _rms_normed(x, weight, kv_rank, eps, x_ptr.dtype.element_ty)
     entry_ptr = pages_ptr + row * (kv_rank + rope)
-    tl.store(entry_ptr + column, latent.to(pages_ptr.dtype.element_ty), mask=valid & (row >= 0))
-    tl.store(entry_ptr + kv_rank + rope_column, key.to(pages_ptr.dtype.element_ty), mask=(rope_column < rope) & (row >= 0))
+    tl.store(entry_ptr + column, latent.to(pages_ptr.dtype.element_ty), mask=valid & kept)
+    tl.store(entry_ptr[None, :] + kv_rank + rope_column, key.to(pages_ptr.dtype.element_ty), mask=(rope_column < rope) & kept[None, :])
 
 
 @triton.jit
@@ -49,14 +50,14 @@ def _quantise_q(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(rows_ptr + token)
+    kept = tl.load(rows_ptr + token + tl.arange(0, 1)) >= 0
     x = tl.load(x_ptr + column, mask=valid, other=0.0).to(tl.float32)
     normed = _rms_normed(x, weight, q_rank, eps, x_ptr.dtype.element_ty).to(tl.float32)
     scale = scale_of(normed, 1)
     # eight columns a thread, as the loads have: sixteen would move every row through shared memory
     target = tl.max_contiguous(token * q_rank + column, [1, 8])
-    tl.store(q_ptr + target, to_fp8(normed, scale[:, None]), mask=valid & (row >= 0))
-    tl.store(scale_ptr + group * pitch + token, scale, mask=(group < q_rank // 128) & (row >= 0))
+    tl.store(q_ptr + target, to_fp8(normed, scale[:, None]), mask=valid & kept[None, :])
+    tl.store(scale_ptr + group * pitch + token, scale, mask=(group < q_rank // 128) & kept)
 
 
 @triton.jit
