@@ -29,13 +29,14 @@ def latent_store(
 ) -> None:
     """Store each token's normalised latent and rotated key; nothing else of `pages` is touched or read.
 
-    latent    [num_tokens, kv_lora_rank]
-    key_rope  [num_tokens, rope]
+    latent    [num_tokens, kv_lora_rank]  any float dtype, unit stride in the last dimension
+    key_rope  [num_tokens, rope]          same dtype, unit stride in the last dimension
     pages     [num_pages, num_layers, page_size, kv_lora_rank + rope]  contiguous, written in place; entries are rounded to its dtype
     rows      [num_tokens] int64: rows of `pages.view(-1, width)`, one layer of `pool_rows`, all different
     """
     assert pages.is_contiguous() and pages.shape[-1] == latent.shape[1] + key_rope.shape[1], f"{pages.shape=} {latent.shape=}"
-    select(IMPLEMENTATIONS, backend)(latent, key_rope, pages, rows)
+    assert latent.stride(1) == 1 and key_rope.stride(1) == 1, f"{latent.stride()=} {key_rope.stride()=}"
+    select(IMPLEMENTATIONS, backend, latent.device.type, latent.dtype)(latent, key_rope, pages, rows)
 
 
 def qkv_norm_rope_store(
@@ -91,6 +92,13 @@ def latent_store_torch(latent: torch.Tensor, key_rope: torch.Tensor, pages: torc
     pages.view(-1, pages.shape[-1]).index_copy_(0, rows, torch.cat((latent, key_rope), dim=1).to(pages.dtype))
 
 
+def latent_store_triton(latent: torch.Tensor, key_rope: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
+    """One launch, a program a token."""
+    from kernels.latent_store._triton import store
+
+    store(latent, key_rope, pages, rows)
+
+
 def fused_reference(
     x: torch.Tensor, q_weight: torch.Tensor | None, kv_weight: torch.Tensor, rotation: torch.Tensor, pages: torch.Tensor,
     rows: torch.Tensor, eps: float, q_out: Fp8 | None,
@@ -119,4 +127,4 @@ def fused_triton(
 
 
 FUSED_IMPLEMENTATIONS = {"triton": fused_triton, "reference": fused_reference}
-IMPLEMENTATIONS = {"torch": latent_store_torch, "reference": latent_store_reference}
+IMPLEMENTATIONS = {"triton": latent_store_triton, "torch": latent_store_torch, "reference": latent_store_reference}

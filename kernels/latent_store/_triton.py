@@ -75,6 +75,34 @@ def store_kernel(
             _quantise_q(token, x_ptr, q_weight_ptr, rows_ptr, q_ptr, scale_ptr, pitch, q_rank, eps, GROUPS, PDL)
 
 
+@triton.jit
+def copy_kernel(
+    latent_ptr, key_ptr, pages_ptr, rows_ptr, latent_row, key_row, kv_rank, rope,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+):
+    """A program stores one token's entry."""
+    token = tl.program_id(0).to(tl.int64)
+    column, rope_column = tl.arange(0, LATENT), tl.arange(0, ROPE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    entry_ptr = pages_ptr + tl.load(rows_ptr + token) * (kv_rank + rope)
+    latent = tl.load(latent_ptr + token * latent_row + column, mask=column < kv_rank)
+    key = tl.load(key_ptr + token * key_row + rope_column, mask=rope_column < rope)
+    tl.store(entry_ptr + column, latent.to(pages_ptr.dtype.element_ty), mask=column < kv_rank)
+    tl.store(entry_ptr + kv_rank + rope_column, key.to(pages_ptr.dtype.element_ty), mask=rope_column < rope)
+
+
+def store(latent: torch.Tensor, key_rope: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
+    """See kernels.latent_store.latent_store."""
+    (num_tokens, kv_rank), rope = latent.shape, key_rope.shape[1]
+    if num_tokens:
+        copy_kernel[(num_tokens,)](
+            latent, key_rope, pages, rows, latent.stride(0), key_rope.stride(0), kv_rank, rope, LATENT=triton.next_power_of_2(kv_rank),
+            ROPE=triton.next_power_of_2(rope), num_warps=2, **launch_options(),
+        )
+
+
 def norm_rope_store(
     x: torch.Tensor, q_weight: torch.Tensor | None, kv_weight: torch.Tensor, rotation: torch.Tensor, pages: torch.Tensor,
     rows: torch.Tensor, eps: float, q_out: Fp8 | None,

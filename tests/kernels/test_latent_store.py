@@ -16,12 +16,13 @@ BOUND = 1e-2 if ON_GPU else 1e-5
 SHAPES = {"v3": (1536, 512, 64), "small": (128, 48, 8), "odd": (384, 512, 12), "v2_lite": (0, 512, 64), "tiny": (0, 16, 2)}
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["torch", "reference", "triton"])
 def test_entries_land_in_their_slots_and_nowhere_else(backend: str) -> None:
-    pages = torch.full((5, 3, 4, 6), torch.nan)
-    rows = pool_rows([[4, 1], [2]], [range(3, 6), range(0, 1)], num_layers=3, page_size=4)
-    latent = torch.arange(16, dtype=torch.float32).view(4, 4)
-    key_rope = -torch.arange(8, dtype=torch.float32).view(4, 2)
+    skip_unless_available(backend)
+    pages = torch.full((5, 3, 4, 6), torch.nan, device=DEVICE)
+    rows = pool_rows([[4, 1], [2]], [range(3, 6), range(0, 1)], num_layers=3, page_size=4).to(DEVICE)
+    latent = torch.arange(16, dtype=torch.float32, device=DEVICE).view(4, 4)
+    key_rope = -torch.arange(8, dtype=torch.float32, device=DEVICE).view(4, 2)
     latent_store(latent, key_rope, pages, rows[1], backend=backend)
     expected = torch.full_like(pages, torch.nan)
     for token, (page, slot) in enumerate([(4, 3), (1, 0), (1, 1), (2, 0)]):
