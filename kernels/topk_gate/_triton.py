@@ -145,7 +145,7 @@ def choose_config(num_tokens: int, num_experts: int, hidden: int) -> dict[str, i
     """Tiles and splits of the router's GEMM: about one program an SM, few splits, since each costs a plane of sums."""
     block_m = 16 if num_tokens <= 16 else 64
     block_n = min(64 if num_tokens <= 64 else 128, max(16, triton.next_power_of_2(num_experts)))
-    tiles = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_experts, block_n)
+    tiles = max(1, triton.cdiv(num_tokens, block_m) * triton.cdiv(num_experts, block_n))
     num_splits = max(1, min(132 // tiles, 16, triton.cdiv(hidden, 128)))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "num_splits": num_splits, "num_warps": 4, "num_stages": 5}
 

@@ -1,12 +1,35 @@
+"""The gate's rules by hand, its backends against the reference, and the router's GEMM before it."""
+
 import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from kernels.topk_gate import topk_gate
+from kernels.numerics import relative_error
+from kernels.timing import compare_us, num_sets
+from kernels.topk_gate import gate, gate_logits
+from kernels.topk_gate import topk_gate as on_device
+from tests.bench.report import Row
+from tests.kernels.device import DEVICE, FLOAT, generator, skip_unless_available
 
 BACKENDS = ["triton", "torch", "reference"]
 SIGMOIDS = [[0.95, 0.10, 0.10, 0.10, 0.60, 0.60, 0.05, 0.05]]
+
+
+def topk_gate(logits: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.topk_gate.topk_gate` where kernels run here; results come back."""
+    skip_unless_available(options.get("backend", "torch"))
+    idx, weights = on_device(logits.to(DEVICE), None if bias is None else bias.to(DEVICE), **options)
+    return idx.cpu(), weights.cpu()
+
+
+def router_inputs(label: str, num_tokens: int, num_experts: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(num_tokens, hidden, generator=generator(label + "x"), device=DEVICE)
+    w = torch.randn(num_experts, hidden, generator=generator(label + "w"), device=DEVICE) / math.sqrt(hidden)
+    return x.to(FLOAT), w.to(FLOAT)
 
 
 def logits_of(scores: list[list[float]]) -> torch.Tensor:
@@ -59,7 +82,7 @@ def test_greedy_ignores_groups(backend: str) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 20])
 def test_lowest_index_wins_ties(backend: str, num_tokens: int) -> None:
     """B66."""
-    for _ in range(20):
+    for _ in range(2 if backend == "triton" else 20):
         logits = torch.zeros(num_tokens, 8)
         idx, weights = topk_gate(logits, torch.zeros(8), top_k=2, num_groups=4, topk_groups=2, scale=2.5, backend=backend)
         assert idx.tolist() == [[0, 1]] * num_tokens and torch.equal(weights, torch.full((num_tokens, 2), 1.25))
@@ -85,25 +108,88 @@ def test_chosen_experts_differ_even_at_minus_infinity(backend: str) -> None:
     assert idx[0, 0] == 5 and len(set(idx[0].tolist())) == 3
 
 
-@pytest.mark.parametrize("shape", [(0, 8, 1, 1), (40, 8, 4, 2), (40, 256, 8, 4), (40, 6, 1, 1)], ids=str)
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("shape", [(0, 8, 1, 1), (9, 8, 4, 2), (40, 256, 8, 4), (5, 6, 1, 1), (40, 160, 8, 3), (40, 384, 1, 1)], ids=str)
 @pytest.mark.parametrize("method", ["noaux_tc", "group_limited_greedy", "greedy"])
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
-def test_torch_matches_reference(shape: tuple[int, int, int, int], method: str, scoring: str) -> None:
+def test_backends_match_reference(backend: str, shape: tuple[int, int, int, int], method: str, scoring: str) -> None:
+    """V3, V2, Kimi K2, Mixtral and odd ones; coarse logits, so that ties are common and near ties are not."""
     num_tokens, num_experts, num_groups, topk_groups = shape
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(num_tokens, num_experts, generator=generator).mul(4).round().div(4)  # coarse, so that ties are common
-    bias = torch.randn(num_experts, generator=generator).mul(4).round().div(16) if method == "noaux_tc" else None
-    options = {"top_k": 2, "num_groups": num_groups, "topk_groups": topk_groups, "method": method, "scoring": scoring}
-    idx, weights = topk_gate(logits, bias, **options, backend="torch")
-    expected_idx, expected_weights = topk_gate(logits, bias, **options, backend="reference")
-    assert torch.equal(idx, expected_idx) and torch.equal(weights, expected_weights)
+    logits = torch.randn(num_tokens, num_experts, generator=generator("match", "cpu")).mul(4).round().div(4)
+    bias = torch.randn(num_experts, generator=generator("bias", "cpu")).mul(4).round().div(16) if method == "noaux_tc" else None
+    options = {"num_groups": num_groups, "topk_groups": topk_groups, "method": method, "scoring": scoring, "scale": 2.5}
+    if backend == "triton" and DEVICE == "cpu":
+        num_tokens = min(num_tokens, 640 // num_experts)  # the interpreter is slow
+    logits = logits[:num_tokens]
+    for top_k in (2, 6):
+        idx, weights = topk_gate(logits, bias, top_k=top_k, **options, backend=backend)
+        expected_idx, expected_weights = topk_gate(logits, bias, top_k=top_k, **options, backend="reference")
+        assert torch.equal(idx, expected_idx) and torch.allclose(weights, expected_weights, rtol=1e-6, atol=1e-7)
 
 
-def test_nan_stays_in_its_row() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("num_experts", [8, 256, 384])
+def test_triton_matches_torch_on_fine_logits(num_experts: int) -> None:
+    """Experts may swap places only where their scores lie within 2 ulp."""
+    num_tokens = 5000 if DEVICE == "cuda" else 20
+    logits = torch.randn(num_tokens, num_experts, generator=generator("fine", "cpu")).mul(3)
+    bias = torch.randn(num_experts, generator=generator("fine bias", "cpu")).mul(0.1)
+    options = {
+        "top_k": min(8, num_experts // 2),
+        "num_groups": 8 if num_experts == 256 else 1,
+        "topk_groups": 4 if num_experts == 256 else 1,
+    }
+    (idx, weights), (expected_idx, expected_weights) = (topk_gate(logits, bias, **options, backend=name) for name in ("triton", "torch"))
+    biased = logits.sigmoid() + bias
+    gaps = (biased.gather(1, idx) - biased.gather(1, expected_idx)).abs()
+    assert float(gaps.max()) <= 2 * torch.finfo(torch.float32).eps and torch.allclose(weights, expected_weights, rtol=1e-5)
+
+
+def test_strided_logits_and_poisoned_outputs() -> None:
+    skip_unless_available("triton")
+    wide = torch.randn(5, 40, generator=generator("strided", "cpu")).mul(4).round().div(4)
+    torch.full((1 << 16,), torch.nan, device=DEVICE)  # what the outputs will lie in
+    options = {"top_k": 3, "num_groups": 4, "topk_groups": 2}
+    on = wide.to(DEVICE)[:, 7:31]
+    idx, weights = on_device(on, None, **options, backend="triton")
+    expected = on_device(on.contiguous(), None, **options, backend="reference")
+    assert torch.equal(idx, expected[0]) and torch.allclose(weights, expected[1])
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("shape", [(0, 8, 64), (3, 8, 200), (17, 24, 1000), (70, 130, 448)], ids=str)
+def test_gate_logits_match_fp64(backend: str, shape: tuple[int, int, int]) -> None:
+    skip_unless_available(backend, FLOAT)
+    x, w = router_inputs(f"logits {shape}", *shape)
+    got = gate_logits(x, w, backend=backend)
+    expected = x.double() @ w.double().T
+    assert got.dtype == torch.float32 and got.shape == expected.shape and torch.allclose(got.double(), expected, atol=2e-5)
+    assert torch.equal(got, gate_logits(x, w, backend=backend))
+
+
+@pytest.mark.parametrize("hidden", [256, 7168])
+def test_gate_is_the_choice_of_its_logits(hidden: int) -> None:
+    """One call equals two, strided rows of x and a NaN row included."""
+    skip_unless_available("triton", FLOAT)
+    x, w = router_inputs(f"gate {hidden}", 5, 32, hidden + 8)
+    x, w = x[:, 8:], w[:, 8:]
+    x[3] = torch.nan
+    bias = torch.randn(32, generator=generator("gate bias"), device=DEVICE).mul(0.1)
+    options = {"top_k": 4, "num_groups": 4, "topk_groups": 2, "scale": 2.5}
+    idx, weights = gate(x, w, bias, **options, backend="triton")
+    again = on_device(gate_logits(x, w, backend="triton"), bias, **options, backend="triton")
+    assert torch.equal(idx, again[0]) and torch.equal(weights[[0, 1, 2, 4]], again[1][[0, 1, 2, 4]]) and weights[3].isnan().all()
+    expected_idx, expected_weights = gate(x, w, bias, **options, backend="torch")
+    kept = [0, 1, 2, 4]
+    assert torch.equal(idx[kept], expected_idx[kept]) and relative_error(weights[kept], expected_weights[kept]) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_nan_stays_in_its_row(backend: str) -> None:
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
-    clean = topk_gate(logits, torch.zeros(8), top_k=2, num_groups=4, topk_groups=2)
+    clean = topk_gate(logits, torch.zeros(8), top_k=2, num_groups=4, topk_groups=2, backend=backend)
     logits[1] = torch.nan
-    idx, weights = topk_gate(logits, torch.zeros(8), top_k=2, num_groups=4, topk_groups=2)
+    idx, weights = topk_gate(logits, torch.zeros(8), top_k=2, num_groups=4, topk_groups=2, backend=backend)
     assert torch.equal(idx[[0, 2]], clean[0][[0, 2]]) and torch.equal(weights[[0, 2]], clean[1][[0, 2]])
     assert weights[1].isnan().all() and int(idx[1].min()) >= 0 and int(idx[1].max()) < 8
 
@@ -111,4 +197,26 @@ def test_nan_stays_in_its_row() -> None:
 def test_rejects_unknown_rules() -> None:
     for bad in ({"method": "best"}, {"scoring": "relu"}, {"top_k": 9}, {"num_groups": 3}, {"num_groups": 2, "topk_groups": 3}):
         with pytest.raises(AssertionError):
-            topk_gate(torch.zeros(1, 8), None, **{"top_k": 2, **bad})
+            on_device(torch.zeros(1, 8), None, **{"top_k": 2, **bad})
+
+
+def bench_topk_gate() -> Iterator[Row]:
+    """DeepSeek-V3's whole gate, router GEMM included, and the choice alone."""
+    rule = {"top_k": 8, "num_groups": 8, "topk_groups": 4, "scale": 2.5}
+    bias = torch.randn(256, generator=generator("bench bias"), device=DEVICE).mul(0.1)
+    for num_tokens in (16, 64, 256):
+        size = (num_tokens + 256) * 7168 * 2
+        sets = [router_inputs(f"bench {num_tokens} {i}", num_tokens, 256, 7168) for i in range(num_sets(size))]
+        got, expected = (gate(*sets[0], bias, **rule, backend=name) for name in ("triton", "torch"))
+        same = float((got[0].sort().values == expected[0].sort().values).float().mean())
+        assert same > 0.99 and relative_error(got[1], expected[1]) < 1e-2, f"{same=}"
+        calls = {name: [partial(gate, x, w, bias, **rule, backend=name) for x, w in sets] for name in ("triton", "torch")}
+        times = compare_us(calls, replays=20)
+        floor = size / 4.3e6
+        conditions = f"torch (cuBLAS and sorts) {times['torch']:.1f} us, ours {times['triton']:.2f}, floor {floor:.1f}; 7168 -> 256 bf16"
+        yield Row(f"K9-gate-M{num_tokens}", times["torch"] / times["triton"], "x", "higher", 0.9, 1.0, conditions)
+    logits = [torch.randn(256, 256, generator=generator(f"bench logits {i}"), device=DEVICE) for i in range(64)]
+    calls = {name: [partial(on_device, each, bias, **rule, backend=name) for each in logits] for name in ("triton", "torch")}
+    times = compare_us(calls, replays=20)
+    conditions = f"torch (sorts) {times['torch']:.1f} us, ours {times['triton']:.2f}; 256 x 256 experts, 8 of 8 groups of 32"
+    yield Row("K9-topk_gate-M256", times["torch"] / times["triton"], "x", "higher", 0.9, 1.0, conditions)

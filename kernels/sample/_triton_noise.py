@@ -1,0 +1,103 @@
+"""Philox bits and Gumbel noise inside Triton kernels: exact, and fast with a bounded error (the layout of bits: `noise.py`)."""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def ordered(x):
+    """fp32 -> int32 in the same order; NaN above everything, -0 equal to 0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+
+
+@triton.jit
+def value_of(ordered_bits):
+    """The inverse of `ordered`."""
+    return tl.where(ordered_bits < 0, ordered_bits ^ 0x7FFFFFFF, ordered_bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _multiply(a, b: tl.constexpr):
+    """Upper and lower half of the 64-bit product of u32 values."""
+    product = a.to(tl.uint64) * b
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
+def philox_words(seed, choice, position, block):
+    """The four u32 words of each block of four token ids; seed is int64 with a u64's bits, choice and position scalars."""
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    zero = block * 0
+    c0, c1, c2, c3 = block.to(tl.uint32), (zero + position).to(tl.uint32), (zero + choice).to(tl.uint32), zero.to(tl.uint32)
+    for _ in tl.static_range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def tile_uniform(seed, choice, position, first, TILE: tl.constexpr):
+    """u of the ids first .. first + TILE - 1 (first a multiple of 4), [TILE] fp32: bit for bit as `noise.uniform`."""
+    w0, w1, w2, w3 = philox_words(seed, choice, position, first // 4 + tl.arange(0, TILE // 4))
+    return _uniform(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE]))
+
+
+@triton.jit
+def id_uniform(seed, choice, position, ids):
+    """u of scattered ids, one Philox block each."""
+    w0, w1, w2, w3 = philox_words(seed, choice, position, ids // 4)
+    word = ids % 4
+    return _uniform(tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)))
+
+
+@triton.jit
+def _uniform(bits):
+    return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994039535522)
+
+
+@triton.jit
+def exact_gumbel(u):
+    """-log(-log1p(-u)) with both logarithms rounded from fp64; 1 - u is exact there, since u is a multiple of 2^-33."""
+    exponential = (-tl.log(1.0 - u.to(tl.float64))).to(tl.float32)
+    return (-tl.log(exponential.to(tl.float64))).to(tl.float32)
+
+
+@triton.jit
+def _log2(x, ON_GPU: tl.constexpr):
+    """lg2.approx: at most 2^-22 off, absolutely between 0.5 and 2, relatively elsewhere. libdevice has no interpreter."""
+    return libdevice.fast_log2f(x) if ON_GPU else tl.log2(x)
+
+
+@triton.jit
+def fast_gumbel(u, ON_GPU: tl.constexpr):
+    """-log(-log1p(-u)) within 4e-5: the series where 1 - u would lose u, lg2.approx elsewhere."""
+    exponential = tl.where(u < 0.015625, u * (1.0 + u * (0.5 + u * 0.33333333)), _log2(1.0 - u, ON_GPU) * -_LN2)
+    return _log2(exponential, ON_GPU) * -_LN2
+
+
+@triton.jit
+def sum_exp(x, largest):
+    """Sum of exp(x - largest); 0 where all of x is -inf."""
+    return tl.sum(tl.exp(x - tl.where(largest == -float("inf"), 0.0, largest)))
+
+
+@triton.jit
+def best_of(scores, ids):
+    """(best score, its lowest id, second best score) of [n] scores with distinct ids; NaN counts as +inf."""
+    scores = tl.where(scores != scores, float("inf"), scores)
+    best = tl.max(scores)
+    best_id = tl.min(tl.where(scores == best, ids, 0x7FFFFFFF))
+    return best, best_id, tl.max(tl.where(ids == best_id, -float("inf"), scores))
+
+
+@triton.jit
+def is_near(best, second):
+    """Whether fast noise cannot tell the two scores apart: its error is below 4e-5, that of logits / temperature 2^-22 of them."""
+    return second >= best - (1e-4 + 1e-6 * tl.abs(best))
