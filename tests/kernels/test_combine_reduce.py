@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.combine_reduce import combine_reduce
+from kernels.combine_reduce import combine_add_rms_norm_quant, combine_reduce
 from kernels.numerics import relative_error
+from kernels.rms_norm import add_rms_norm_quant
 from tests.bench.report import Row
 from tests.kernels.device import DEVICE, FLOAT, ON_GPU, generator, gpu_only, skip_unless_available
 from tests.kernels.poison import poison_empty
@@ -62,6 +63,21 @@ def test_rows_without_a_token_are_not_read_and_a_nan_stays_with_its_tokens(backe
     row_idx[2, 0], weights[2, 0] = int(unnamed.nonzero()[0]), 0.5
     got = combine_reduce(rows, row_idx, weights, shared, backend=backend)
     assert got[2].isnan().all() and torch.equal(got[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("case", [(0, 8, 128), (3, 2, 384), (2, 8, 7168)], ids=str)
+def test_with_the_norm_it_gives_the_bits_of_its_parts(backend: str, case: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_available(backend, FLOAT)
+    poison_empty(monkeypatch)
+    rows, row_idx, weights, shared = make("norm", *case)
+    residual, weight = make("residual", *case)[3], make("weight", *case)[0][0].contiguous()
+    for with_shared in (shared, None):
+        combined = combine_reduce(rows, row_idx, weights, with_shared, backend=backend)
+        expected, _, total = add_rms_norm_quant(combined, residual, weight, eps=1e-6, keep_normed=False, backend=backend)
+        got, got_total = combine_add_rms_norm_quant(rows, row_idx, weights, with_shared, residual, weight, eps=1e-6, backend=backend)
+        assert torch.equal(got_total, total) and torch.equal(got.scale, expected.scale)
+        assert torch.equal(got.data.float(), expected.data.float()) and got.scale.stride() == expected.scale.stride()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
