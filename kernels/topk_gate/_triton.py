@@ -200,11 +200,12 @@ def _choose(planes: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, pdl
     if num_tokens == 0:
         return idx, weights
     size = num_experts // rule.num_groups
-    size_p, groups_p = triton.next_power_of_2(size), triton.next_power_of_2(rule.num_groups)
+    top_k_p = max(2, triton.next_power_of_2(rule.top_k))  # tl.topk knows no 1
+    size_p, groups_p = max(2, triton.next_power_of_2(size)), triton.next_power_of_2(rule.num_groups)
     block_t = 1 if num_tokens <= 4096 else 4
     _topk_gate_kernel[(triton.cdiv(num_tokens, block_t),)](
         planes, bias, idx, weights, num_tokens, planes.stride(1), planes.stride(0), rule.scale, num_splits,
-        TOP_K=rule.top_k, TOP_K_P=triton.next_power_of_2(rule.top_k), NUM_GROUPS=rule.num_groups, TOPK_GROUPS=rule.topk_groups,
+        TOP_K=rule.top_k, TOP_K_P=top_k_p, NUM_GROUPS=rule.num_groups, TOPK_GROUPS=rule.topk_groups,
         NUM_BEST=min(rule.num_best, size), SIZE=size, SIZE_P=size_p, GROUPS_P=groups_p, SOFTMAX=rule.scoring == "softmax",
         NORMALIZE=rule.normalize, HAS_BIAS=bias is not None, EXACT=not interpreting(), PDL=pdl, BLOCK_T=block_t,
         num_warps=block_t, **_launch(pdl),
