@@ -14,7 +14,7 @@ from kernels.sample._triton_finish import finish_kernel
 from kernels.sample._triton_noise import best_of, fast_gumbel, sum_exp, tile_uniform
 
 _BLOCK = 64  # ids whose largest logit is kept for top-k
-_MAX_CANDIDATES = 2048
+MAX_CANDIDATES = 2048
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 
 
@@ -75,7 +75,8 @@ def sample_triton(logits: torch.Tensor, rows: SampleRows, logprobs: bool, tile: 
     partials = [torch.empty((num_rows, num_tiles), dtype=dtype, device=logits.device) for dtype in dtypes]
     block_max = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     blocks = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
-    candidates = torch.empty((num_rows, _MAX_CANDIDATES), dtype=torch.int64, device=logits.device)
+    max_candidates = min(MAX_CANDIDATES, triton.next_power_of_2(num_blocks * _BLOCK))
+    candidates = torch.empty((num_rows, max_candidates), dtype=torch.int64, device=logits.device)
     columns = [*rows[:7], None if rows.active is None else rows.active.view(torch.uint8)]
     sizes = {"NUM_TILES": num_tiles, "TILE": tile, "BLOCK": _BLOCK}
     sizes |= {"LOGPROBS": logprobs, "HAS_ACTIVE": rows.active is not None, "ON_GPU": on_gpu}
@@ -84,6 +85,6 @@ def sample_triton(logits: torch.Tensor, rows: SampleRows, logprobs: bool, tile: 
     finish_kernel[(num_rows,)](
         logits, *columns, *partials, block_max, blocks, candidates, token_ids, chosen, vocab, logits.stride(0), **sizes,
         NUM_TILES_P=triton.next_power_of_2(num_tiles), NUM_BLOCKS_P=triton.next_power_of_2(num_blocks),
-        MAX_CANDIDATES=_MAX_CANDIDATES, num_warps=8,
+        MAX_CANDIDATES=max_candidates, num_warps=8,
     )  # fmt: skip
     return Sampled(token_ids, chosen)

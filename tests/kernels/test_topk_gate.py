@@ -79,10 +79,10 @@ def test_greedy_ignores_groups(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_tokens", [1, 20])
+@pytest.mark.parametrize("num_tokens", [1, 12])
 def test_lowest_index_wins_ties(backend: str, num_tokens: int) -> None:
     """B66."""
-    for _ in range(2 if backend == "triton" else 20):
+    for _ in range(1 if backend == "triton" else 20):
         logits = torch.zeros(num_tokens, 8)
         idx, weights = topk_gate(logits, torch.zeros(8), top_k=2, num_groups=4, topk_groups=2, scale=2.5, backend=backend)
         assert idx.tolist() == [[0, 1]] * num_tokens and torch.equal(weights, torch.full((num_tokens, 2), 1.25))
@@ -110,8 +110,15 @@ def test_chosen_experts_differ_even_at_minus_infinity(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("shape", [(0, 8, 1, 1), (9, 8, 4, 2), (40, 256, 8, 4), (5, 6, 1, 1), (40, 160, 8, 3), (40, 384, 1, 1)], ids=str)
-@pytest.mark.parametrize("method", ["noaux_tc", "group_limited_greedy", "greedy"])
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(
+    ("method", "scoring"),
+    [
+        ("noaux_tc", "sigmoid"),
+        ("group_limited_greedy", "softmax"),
+        *(pytest.param(*rule, marks=pytest.mark.slow) for rule in (("noaux_tc", "softmax"), ("group_limited_greedy", "sigmoid"))),
+        *(pytest.param("greedy", scoring, marks=pytest.mark.slow) for scoring in ("sigmoid", "softmax")),
+    ],
+)
 def test_backends_match_reference(backend: str, shape: tuple[int, int, int, int], method: str, scoring: str) -> None:
     """V3, V2, Kimi K2, Mixtral and odd ones; coarse logits, so that ties are common and near ties are not."""
     num_tokens, num_experts, num_groups, topk_groups = shape
@@ -119,7 +126,7 @@ def test_backends_match_reference(backend: str, shape: tuple[int, int, int, int]
     bias = torch.randn(num_experts, generator=generator("bias", "cpu")).mul(4).round().div(16) if method == "noaux_tc" else None
     options = {"num_groups": num_groups, "topk_groups": topk_groups, "method": method, "scoring": scoring, "scale": 2.5}
     if backend == "triton" and DEVICE == "cpu":
-        num_tokens = min(num_tokens, 640 // num_experts)  # the interpreter is slow
+        num_tokens = min(num_tokens, 512 // num_experts)  # the interpreter is slow
     logits = logits[:num_tokens]
     for top_k in (2, 6):
         idx, weights = topk_gate(logits, bias, top_k=top_k, **options, backend=backend)
