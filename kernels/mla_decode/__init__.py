@@ -194,13 +194,13 @@ class TorchMlaDecode:
         return list(zip(page.unbind(0), page[..., : self._shape.kv_lora_rank].unbind(0), strict=True))
 
 
-def _flashinfer(shape: MlaDecodeShape, limits: PlanLimits | None) -> MlaDecode:
+def _make_flashinfer(shape: MlaDecodeShape, limits: PlanLimits | None) -> MlaDecode:
     from kernels.mla_decode._flashinfer import FlashInferMlaDecode
 
     return FlashInferMlaDecode(shape, limits)
 
 
-def _triton(shape: MlaDecodeShape, limits: PlanLimits | None) -> MlaDecode:
+def _make_triton(shape: MlaDecodeShape, limits: PlanLimits | None) -> MlaDecode:
     from kernels.mla_decode._triton import TritonMlaDecode
 
     return TritonMlaDecode(shape, limits)
@@ -209,8 +209,8 @@ def _triton(shape: MlaDecodeShape, limits: PlanLimits | None) -> MlaDecode:
 _LayerViews = list[tuple[torch.Tensor, torch.Tensor]]
 _Maker = Callable[[MlaDecodeShape, PlanLimits | None], MlaDecode]
 IMPLEMENTATIONS: Mapping[str, _Maker] = {
-    "flashinfer": _flashinfer,
-    "triton": _triton,
+    "flashinfer": _make_flashinfer,
+    "triton": _make_triton,
     "torch": TorchMlaDecode,
     "reference": ReferenceMlaDecode,
 }

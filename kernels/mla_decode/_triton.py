@@ -17,7 +17,10 @@ from kernels.mla_decode._tables import DeviceArrays, flat_pages, psum, to_ints
 
 MIN_BLOCKS = 2
 """Blocks that a group takes at least: shorter shares cost more in the combine than they save."""
+GLUON = {"CONSUMER_REGS": 232, "LOADER_REGS": 40, "LOADER_WARPS": 4, "PREFETCH": 2}
 COMBINE_HEADS = 4
+FEW_ROWS = 2048
+"""Up to so many rows of the output a program of the combine takes one, beyond it COMBINE_HEADS."""
 
 
 @triton.jit
@@ -97,7 +100,7 @@ def _attend_kernel(
 @triton.jit
 def _combine_kernel(
     out_ptr, partial_ptr, lse_ptr, psum_q_ptr, psum_blocks_ptr, first_ptr, groups_ptr, request_ptr,
-    HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0)
     request = tl.load(request_ptr + query)
@@ -116,19 +119,20 @@ def _combine_kernel(
     row = (query - tl.load(psum_q_ptr + request)) * HEADS + head
     tile, local = row // BLOCK_H, row % BLOCK_H
     best = tl.full([ROWS], float("-inf"), tl.float32)
-    norm = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, RANK_PAD], tl.float32)
     for group in range(group0, group1 + 1):
         second = (tl.load(first_ptr + group) != request).to(tl.int32)
         slot = ((group * tiles + tile) * 2 + second) * BLOCK_H + local
-        lse = tl.load(lse_ptr + slot, mask=head < HEADS, other=float("-inf"))
+        best = tl.maximum(best, tl.load(lse_ptr + slot, mask=head < HEADS, other=float("-inf")))
+    shift = tl.where(best == float("-inf"), 0.0, best)
+    norm = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, RANK_PAD], tl.float32)
+    for group in tl.range(group0, group1 + 1, num_stages=STAGES):  # no step waits for the one before
+        second = (tl.load(first_ptr + group) != request).to(tl.int32)
+        slot = ((group * tiles + tile) * 2 + second) * BLOCK_H + local
+        weight = tl.exp2(tl.load(lse_ptr + slot, mask=head < HEADS, other=float("-inf")) - shift)
         part = tl.load(partial_ptr + slot.to(tl.int64)[:, None] * RANK + offs_r[None, :], mask=ok, other=0.0).to(tl.float32)
-        new_best = tl.maximum(best, lse)
-        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-        fade, weight = tl.exp2(best - shift), tl.exp2(lse - shift)
-        acc = acc * fade[:, None] + part * weight[:, None]
-        norm = norm * fade + weight
-        best = new_best
+        acc += part * weight[:, None]
+        norm += weight
     tl.store(out_rows, (acc / tl.where(norm == 0.0, 1.0, norm)[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
 
 
@@ -146,7 +150,6 @@ class TritonMlaDecode:
         sizes = (requests + 1, requests + 1, requests, requests + 1, num_programs, 3, 4 * requests, limits.max_pages if limits else 1 << 14)
         self._arrays = DeviceArrays(self._device, sizes, fixed=limits is not None)
         self._partial: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.hopper = False
 
     def plan(self, pages: torch.Tensor, page_tables: PageTables, kv_lens: Lengths, q_lens: Lengths | None = None) -> None:
         assert pages.shape[3] == self._shape.width and pages.stride(3) == 1, f"{pages.shape=} {pages.stride()=}"
@@ -155,6 +158,7 @@ class TritonMlaDecode:
         if not self._num_queries:
             return
         self._config = choose_config(self._shape, self._num_queries / len(q))
+        self._hopper = self._config["BLOCK_H"] == 64 and not why_not_gluon(self._shape, pages)
         block_h, block_n = self._config["BLOCK_H"], self._config["BLOCK_N"]
         counts, blocks = -(-kv // pages.shape[2]), psum(-(-kv // block_n))
         tiles = -(-int(q.max()) * self._shape.num_heads // block_h)
@@ -179,7 +183,7 @@ class TritonMlaDecode:
         layer_pages, config = self._pages[:, layer], self._config
         psum_q, psum_pages, kv_lens, psum_blocks, first, groups, request_of, indices = self._arrays.views
         block_h, rank_pad = config["BLOCK_H"], max(16, triton.next_power_of_2(rank))
-        if self.hopper:
+        if self._hopper and q.is_contiguous():
             self._attend_hopper(q, layer, out, partial, lse)
         else:
             _attend_kernel[(self._num_programs,)](
@@ -188,9 +192,10 @@ class TritonMlaDecode:
                 HEADS=heads, RANK=rank, ROPE=rope, RANK_PAD=rank_pad, ROPE_PAD=max(16, triton.next_power_of_2(rope)),
                 PAGE_SIZE=layer_pages.shape[1], **config,
             )  # fmt: skip
-        _combine_kernel[(self._num_queries, triton.cdiv(heads, COMBINE_HEADS))](
+        rows = 1 if self._num_queries * heads <= FEW_ROWS else COMBINE_HEADS
+        _combine_kernel[(self._num_queries, triton.cdiv(heads, rows))](
             out, partial, lse, psum_q, psum_blocks, first, groups, request_of,
-            HEADS=heads, RANK=rank, RANK_PAD=rank_pad, BLOCK_H=block_h, ROWS=COMBINE_HEADS,
+            HEADS=heads, RANK=rank, RANK_PAD=rank_pad, BLOCK_H=block_h, ROWS=rows, STAGES=4,
         )  # fmt: skip
         return out
 
@@ -207,7 +212,7 @@ class TritonMlaDecode:
             TensorDescriptor.from_tensor(pages, wide, TILE.value), TensorDescriptor.from_tensor(pages, narrow, TILE.value),
             pages, out, partial, lse, *self._arrays.views[:6], self._arrays.views[7],
             layers * size, layer * size, self._shape.softmax_scale * 1.4426950408889634,
-            HEADS=self._shape.num_heads, PAGE_SIZE=size, CONSUMER_REGS=232, LOADER_REGS=40, num_warps=4,
+            HEADS=self._shape.num_heads, PAGE_SIZE=size, **GLUON, num_warps=4,
         )  # fmt: skip
 
     def _workspace(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,6 +222,17 @@ class TritonMlaDecode:
             partial = torch.empty(slots, self._shape.kv_lora_rank, dtype=q.dtype, device=q.device)
             self._partial = partial, torch.empty(slots, dtype=torch.float32, device=q.device)
         return self._partial
+
+
+def why_not_gluon(shape: MlaDecodeShape, pages: torch.Tensor) -> str:
+    """Empty if `_triton_hopper.py` serves these pages, else the reason for which the kernel for any dims does."""
+    if not pages.is_cuda or pages.dtype != torch.bfloat16:
+        return f"it serves bfloat16 on cuda, not {pages.dtype} on {pages.device.type}"
+    if (shape.kv_lora_rank, shape.rope_dim) != (512, 64):
+        return f"it has kv_lora_rank 512 and rope_dim 64, not {shape.kv_lora_rank} and {shape.rope_dim}"
+    if pages.shape[2] % 64:
+        return f"its blocks of 64 positions lie in one page, and pages have {pages.shape[2]}"
+    return "" if pages.is_contiguous() else "it reads the pool as one matrix"
 
 
 def choose_config(shape: MlaDecodeShape, queries_per_request: float) -> dict[str, int]:

@@ -1,9 +1,10 @@
 """Paged MLA for DeepSeek's dims in Gluon: two consumer warpgroups that each hold half of the output, and a loader.
 
-A step takes two blocks of 64 positions. Warpgroup 0 makes the scores of the first, warpgroup 1 those of the second; each multiplies
-its own weights with its half of its own block from registers, then the other's weights with its half of the other block, through
-shared memory. While one is at its softmax the other feeds the tensor cores. Halves of a block are loaded and freed apart, so the
-next step's loads begin before this step ends. A block's rope part is read first and then holds that block's weights.
+A step takes two blocks of 64 positions. Warpgroup 0 makes the scores and weights of the first, warpgroup 1 those of the second, and
+both multiply both: their own weights from registers, the other's through shared memory. So the tensor cores do, in this order,
+scores 0, scores 1, output += weights 0, output += weights 1, and the softmax of block 0 hides under the scores of block 1, that of
+block 1 under the output of block 0, the loads of the next block 0 under the output of block 1. Halves of a block are loaded and
+freed apart. A block's rope part is read first and then holds that block's weights.
 
 Schedule, partial results and combine are those of `_triton.py`.
 """
@@ -23,8 +24,8 @@ LOWEST = gl.constexpr(-1e30)  # finite, so that a row that has seen nothing make
 
 # full and empty barriers of a step's six pieces of smem, in this order
 L0, R0, P0, L1, R1, P1 = (gl.constexpr(i) for i in range(6))
-FULL_Q, EMPTY_Q, BEST0, BEST1, WEIGHTS0, WEIGHTS1, NORM0, NORM1 = (gl.constexpr(i) for i in range(12, 20))
-NUM_BARRIERS = gl.constexpr(20)
+FULL_Q, EMPTY_Q, WEIGHTS0, WEIGHTS1, NORM0, NORM1 = (gl.constexpr(i) for i in range(12, 18))
+NUM_BARRIERS = gl.constexpr(18)
 
 
 @gluon.jit
@@ -55,27 +56,21 @@ def _signal(bars, index: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q_l, q_r, q_p, k_l, k_r, k_p, bars, left_first: gl.constexpr, L: gl.constexpr, R: gl.constexpr, P: gl.constexpr, phase):
+def _issue_scores(q_l, q_r, q_p, k_l, k_r, k_p, bars, L: gl.constexpr, phase):
+    """Score products of one block, begun piece by piece as they arrive."""
     acc = gl.zeros([ROWS, 64], gl.float32, SCORES)
-    if left_first:
-        mbarrier.wait(bars.index(L), phase)
-        acc = warpgroup_mma(q_l, k_l.permute((1, 0)), acc, use_acc=False, is_async=True)
-        mbarrier.wait(bars.index(R), phase)
-        acc = warpgroup_mma(q_r, k_r.permute((1, 0)), acc, is_async=True)
-    else:
-        mbarrier.wait(bars.index(R), phase)
-        acc = warpgroup_mma(q_r, k_r.permute((1, 0)), acc, use_acc=False, is_async=True)
-        mbarrier.wait(bars.index(L), phase)
-        acc = warpgroup_mma(q_l, k_l.permute((1, 0)), acc, is_async=True)
-    mbarrier.wait(bars.index(P), phase)
-    acc = warpgroup_mma(q_p, k_p.permute((1, 0)), acc, is_async=True)
-    return warpgroup_mma_wait(0, [acc])
+    mbarrier.wait(bars.index(L), phase)
+    acc = warpgroup_mma(q_l, k_l.permute((1, 0)), acc, use_acc=False, is_async=True)
+    mbarrier.wait(bars.index(L + 1), phase)
+    acc = warpgroup_mma(q_r, k_r.permute((1, 0)), acc, is_async=True)
+    mbarrier.wait(bars.index(L + 2), phase)
+    return warpgroup_mma(q_p, k_p.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
-def _masked(scores, qk_scale, block, limit):
+def _masked(scores, block, limit):
     position = block * 64 + gl.arange(0, 64, gl.SliceLayout(0, SCORES))
-    return gl.where(position[None, :] < limit[:, None], scores * qk_scale, float("-inf"))
+    return gl.where(position[None, :] < limit[:, None], scores, float("-inf"))
 
 
 @gluon.jit
@@ -118,33 +113,35 @@ def _left(
     while begin < end:
         q0, q_len, block0, block1, stop, active = _item(request, psum_q_ptr, psum_blocks_ptr, begin, end, tile, HEADS)
         if active:
-            limit = _limit(tile, gl.load(kv_lens_ptr + request), q_len, stop - block0, HEADS)
+            kv_len = gl.load(kv_lens_ptr + request)
+            limit = _limit(tile, kv_len, q_len, stop - block0, HEADS)
+            shortest = gl.minimum(kv_len - q_len + 1, (stop - block0) * 64)
             best = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
             norm = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
             mbarrier.wait(bars.index(FULL_Q), item_phase)
             for block in range(begin - block0, stop - block0, 2):
-                scores = _scores(q_l, q_r, q_p, k0_l, k0_r, k0_p, bars, True, L0, R0, P0, phase)
-                scores = _masked(scores, qk_scale, block, limit)
-                best0 = gl.maximum(best, gl.max(scores, 1))
+                scores = warpgroup_mma_wait(0, [_issue_scores(q_l, q_r, q_p, k0_l, k0_r, k0_p, bars, L0, phase)])
+                if (block + 1) * 64 > shortest:
+                    scores = _masked(scores, block, limit)
+                best0 = gl.maximum(best, gl.max(scores, 1) * qk_scale)
+                weights = gl.exp2(scores * qk_scale - best0[:, None])
+                rounded = weights.to(gl.bfloat16)
                 vectors.index(0).store(best0)
-                _signal(bars, BEST0)
-                weights = gl.exp2(scores - best0[:, None])
+                k0_p.store(rounded)
+                fence_async_shared()
+                _signal(bars, WEIGHTS0)
                 fade = gl.exp2(best - best0)
                 norm = norm * fade + gl.sum(weights, 1)
                 acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUTPUT))[:, None]
-                acc = warpgroup_mma(gl.convert_layout(weights.to(gl.bfloat16), weights_layout), k0_l, acc, is_async=True)
-                mbarrier.wait(bars.index(BEST1), phase)
+                acc = warpgroup_mma(gl.convert_layout(rounded, weights_layout), k0_l, acc, is_async=True)
+                mbarrier.wait(bars.index(WEIGHTS1), phase)
                 best = vectors.index(1).load(gl.SliceLayout(1, SCORES))
                 fade = gl.exp2(best0 - best)
-                k0_p.store((weights * fade[:, None]).to(gl.bfloat16))
-                fence_async_shared()
-                _signal(bars, WEIGHTS0)
                 norm = norm * fade
                 acc = warpgroup_mma_wait(0, [acc])
                 _signal(bars, 6 + L0)
                 acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUTPUT))[:, None]
-                mbarrier.wait(bars.index(WEIGHTS1), phase)
                 acc = warpgroup_mma(k1_p, k1_l, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
                 _signal(bars, 6 + L1)
@@ -175,36 +172,40 @@ def _right(
     while begin < end:
         q0, q_len, block0, block1, stop, active = _item(request, psum_q_ptr, psum_blocks_ptr, begin, end, tile, HEADS)
         if active:
-            limit = _limit(tile, gl.load(kv_lens_ptr + request), q_len, stop - block0, HEADS)
+            kv_len = gl.load(kv_lens_ptr + request)
+            limit = _limit(tile, kv_len, q_len, stop - block0, HEADS)
+            shortest = gl.minimum(kv_len - q_len + 1, (stop - block0) * 64)
             best = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
             norm = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, HALF], gl.float32, OUTPUT)
             mbarrier.wait(bars.index(FULL_Q), item_phase)
             for block in range(begin - block0, stop - block0, 2):
-                scores = _scores(q_l, q_r, q_p, k1_l, k1_r, k1_p, bars, False, L1, R1, P1, phase)
-                scores = _masked(scores, qk_scale, block + 1, limit)
-                highest = gl.max(scores, 1)
-                mbarrier.wait(bars.index(BEST0), phase)
-                best1 = gl.maximum(vectors.index(0).load(gl.SliceLayout(1, SCORES)), highest)
-                vectors.index(1).store(best1)
-                _signal(bars, BEST1)
-                weights = gl.exp2(scores - best1[:, None])
+                scores = _issue_scores(q_l, q_r, q_p, k1_l, k1_r, k1_p, bars, L1, phase)
+                mbarrier.wait(bars.index(WEIGHTS0), phase)
+                best0 = vectors.index(0).load(gl.SliceLayout(1, SCORES))
+                fade = gl.exp2(best - best0)
+                norm = norm * fade
+                acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUTPUT))[:, None]
+                acc = warpgroup_mma(k0_p, k0_r, acc, is_async=True)
+                scores = warpgroup_mma_wait(1, [scores])
+                if (block + 2) * 64 > shortest:
+                    scores = _masked(scores, block + 1, limit)
+                best = gl.maximum(best0, gl.max(scores, 1) * qk_scale)
+                weights = gl.exp2(scores * qk_scale - best[:, None])
                 rounded = weights.to(gl.bfloat16)
+                vectors.index(1).store(best)
                 k1_p.store(rounded)
                 fence_async_shared()
                 _signal(bars, WEIGHTS1)
-                fade = gl.exp2(best - best1)
+                fade = gl.exp2(best0 - best)
                 norm = norm * fade + gl.sum(weights, 1)
-                best = best1
+                acc = warpgroup_mma_wait(0, [acc])
+                _signal(bars, 6 + R0)
+                mbarrier.arrive(bars.index(6 + P0), count=1)
                 acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUTPUT))[:, None]
                 acc = warpgroup_mma(gl.convert_layout(rounded, weights_layout), k1_r, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
                 _signal(bars, 6 + R1)
-                mbarrier.wait(bars.index(WEIGHTS0), phase)
-                acc = warpgroup_mma(k0_p, k0_r, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, [acc])
-                _signal(bars, 6 + R0)
-                mbarrier.arrive(bars.index(6 + P0), count=1)
                 phase ^= 1
             mbarrier.arrive(bars.index(EMPTY_Q), count=1)
             vectors.index(3).store(norm)
@@ -228,7 +229,7 @@ def _load_piece(desc, pages_ptr, row, column, num_valid, smem, bars, index: gl.c
         mbarrier.expect(bar, 64 * WIDTH * 2)
         tma.async_copy_global_to_shared(desc, [row, column], bar, smem)
     else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         offs_n = gl.arange(0, 64, gl.SliceLayout(1, layout))
         for c in gl.static_range(WIDTH // 64):
             offs = (row.to(gl.int64) + offs_n)[:, None] * 576 + (column + c * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout)))[None, :]
@@ -240,10 +241,27 @@ def _load_piece(desc, pages_ptr, row, column, num_valid, smem, bars, index: gl.c
 
 
 @gluon.jit
+def _prefetch(pages_ptr, row, tile, tiles):
+    """Ask for a block's 73,728 bytes in L2; the programs that will read it share the work."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    part = gl.arange(0, 128, layout)
+    address = (pages_ptr + row.to(gl.int64) * 576 + part * 288).to(gl.int64)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.eq.s32 p, $2, $3;
+        @p cp.async.bulk.prefetch.L2.global [$1], 576;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r", [address, part % tiles, tile], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
 def _loader(
     q_wide, q_narrow, kv_wide, kv_narrow, pages_ptr, q_l, q_r, q_p, k0_l, k0_r, k0_p, k1_l, k1_r, k1_p, bars,
     psum_q_ptr, psum_pages_ptr, kv_lens_ptr, psum_blocks_ptr, first_ptr, groups_ptr, indices_ptr,
-    rows_per_page, first_row, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    rows_per_page, first_row, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     tile, begin, end, first = _share(groups_ptr, first_ptr)
     request, phase, item_phase = first, 0, 0
@@ -264,11 +282,17 @@ def _loader(
                 row0 = gl.load(table_ptr + block * 64 // PAGE_SIZE) * rows_per_page + first_row + block * 64 % PAGE_SIZE
                 row1 = gl.load(table_ptr + other * 64 // PAGE_SIZE) * rows_per_page + first_row + other * 64 % PAGE_SIZE
                 valid0, valid1 = kv_len - block * 64, kv_len - other * 64
+                if (PREFETCH > 0) & (block + 2 * PREFETCH + 1 <= last):
+                    for i in gl.static_range(2):
+                        at = (block + 2 * PREFETCH + i) * 64
+                        row = gl.load(table_ptr + at // PAGE_SIZE) * rows_per_page + first_row + at % PAGE_SIZE
+                        _prefetch(pages_ptr, row, tile, gl.load(groups_ptr))
+                # in the order in which they become free
                 _load_piece(kv_wide, pages_ptr, row0, 0, valid0, k0_l, bars, L0, phase, HALF)
-                _load_piece(kv_wide, pages_ptr, row1, HALF, valid1, k1_r, bars, R1, phase, HALF)
                 _load_piece(kv_wide, pages_ptr, row0, HALF, valid0, k0_r, bars, R0, phase, HALF)
                 _load_piece(kv_narrow, pages_ptr, row0, 2 * HALF, valid0, k0_p, bars, P0, phase, ROPE)
                 _load_piece(kv_wide, pages_ptr, row1, 0, valid1, k1_l, bars, L1, phase, HALF)
+                _load_piece(kv_wide, pages_ptr, row1, HALF, valid1, k1_r, bars, R1, phase, HALF)
                 _load_piece(kv_narrow, pages_ptr, row1, 2 * HALF, valid1, k1_p, bars, P1, phase, ROPE)
                 phase ^= 1
             item_phase ^= 1
@@ -281,7 +305,7 @@ def attend_hopper_kernel(
     q_wide, q_narrow, kv_wide, kv_narrow, pages_ptr, out_ptr, partial_ptr, lse_ptr,
     psum_q_ptr, psum_pages_ptr, kv_lens_ptr, psum_blocks_ptr, first_ptr, groups_ptr, indices_ptr,
     rows_per_page, first_row, qk_scale, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, LOADER_REGS: gl.constexpr, LOADER_WARPS: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """q_* over [queries * heads, 576], kv_* over the whole pool as [rows, 576]: boxes of 64 rows, 256 and 64 columns."""
     q_l, q_r = gl.allocate_shared_memory(gl.bfloat16, [64, HALF], TILE), gl.allocate_shared_memory(gl.bfloat16, [64, HALF], TILE)
@@ -302,8 +326,8 @@ def attend_hopper_kernel(
                       psum_q_ptr, kv_lens_ptr, psum_blocks_ptr, first_ptr, groups_ptr, qk_scale, HEADS)),
             (_loader, (q_wide, q_narrow, kv_wide, kv_narrow, pages_ptr, q_l, q_r, q_p, k0_l, k0_r, k0_p, k1_l, k1_r, k1_p, bars,
                        psum_q_ptr, psum_pages_ptr, kv_lens_ptr, psum_blocks_ptr, first_ptr, groups_ptr, indices_ptr,
-                       rows_per_page, first_row, HEADS, PAGE_SIZE)),
+                       rows_per_page, first_row, HEADS, PAGE_SIZE, PREFETCH)),
         ],
-        [4, 4],
+        [4, LOADER_WARPS],
         [CONSUMER_REGS, LOADER_REGS],
     )  # fmt: skip

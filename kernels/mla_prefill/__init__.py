@@ -179,7 +179,7 @@ class TorchMlaPrefill(_Planned):
         return out, lse
 
 
-def _flashinfer(shape: MlaPrefillShape) -> MlaPrefill:
+def _make_flashinfer(shape: MlaPrefillShape) -> MlaPrefill:
     from kernels.mla_prefill._flashinfer import FlashInferMlaPrefill
 
     return FlashInferMlaPrefill(shape)
@@ -187,7 +187,7 @@ def _flashinfer(shape: MlaPrefillShape) -> MlaPrefill:
 
 _Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 IMPLEMENTATIONS: Mapping[str, Callable[[MlaPrefillShape], MlaPrefill]] = {
-    "flashinfer": _flashinfer,
+    "flashinfer": _make_flashinfer,
     "torch": TorchMlaPrefill,
     "reference": ReferenceMlaPrefill,
 }

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import torch
 from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
@@ -10,6 +11,7 @@ from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from kernels.mla_prefill import MlaPrefillShape, check_plan, check_run
 
 _WORKSPACE_BYTES = 128 << 20
+_LOWEST = -49_000.0  # a row without keys gets -50,000 where ours is -inf
 
 
 class FlashInferMlaPrefill:
@@ -23,6 +25,7 @@ class FlashInferMlaPrefill:
     def plan(self, psum_q: Sequence[int], psum_k: Sequence[int], *, causal: bool) -> None:
         check_plan(psum_q, psum_k, causal)
         self._num_queries, self._num_keys = psum_q[-1], psum_k[-1]
+        self._without_keys = any(begin == end for begin, end in pairwise(psum_k))
         if not self._num_queries or not self._num_keys:
             return
         self._planned.synchronize()  # FlashInfer's pinned buffer may still be read by the last plan's copy
@@ -47,6 +50,8 @@ class FlashInferMlaPrefill:
             lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
             return q.new_zeros(q.shape[0], q.shape[1], self._shape.v_dim), lse
         out, lse = self._wrapper.run(q, k, v, return_lse=True)
+        if self._without_keys:
+            lse.masked_fill_(lse < _LOWEST, -math.inf)
         return out, lse.mul_(math.log(2.0))  # its logarithms are of base 2
 
 
