@@ -1,0 +1,213 @@
+"""The gate's kernels; `_triton.py` launches them."""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_MINUS_INF = tl.constexpr(-2139095041)  # -inf as _ordered gives it
+
+
+@triton.jit
+def _exp(x, EXACT: tl.constexpr):
+    """torch's own expf on a GPU: tl.exp is a rougher one there, and libdevice has no interpreter."""
+    return libdevice.exp(x) if EXACT else tl.exp(x)
+
+
+@triton.jit
+def _ordered(x):
+    """fp32 -> int32 in the same order; NaN above everything, -0 equal to 0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+
+
+@triton.jit
+def _value_of(ordered):
+    """The inverse of `_ordered`."""
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scores(logits, SOFTMAX: tl.constexpr, EXACT: tl.constexpr):
+    """[T, P] logits, -inf where padded -> scores by torch's formulas."""
+    if SOFTMAX:
+        exps = _exp(logits - tl.max(logits, 1, keep_dims=True), EXACT)
+        return tl.math.div_rn(exps, tl.broadcast_to(tl.sum(exps, 1, keep_dims=True), exps.shape))
+    return tl.math.div_rn(tl.full(logits.shape, 1.0, tl.float32), 1.0 + _exp(-logits, EXACT))
+
+
+@triton.jit
+def _dropped(ordered, SIZE_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr):
+    """[T, P] biased scores -> [T, P]: whether the expert is in none of the best groups."""
+    T: tl.constexpr = ordered.shape[0]
+    GROUPS_P: tl.constexpr = ordered.shape[1] // SIZE_P
+    grouped = tl.reshape(ordered, [T, GROUPS_P, SIZE_P])
+    best = tl.max(grouped, 2, keep_dims=True)
+    total = _value_of(tl.reshape(best, [T, GROUPS_P]))
+    if NUM_BEST == 2:
+        equal = grouped == best
+        second = tl.max(tl.where(equal, -(2**31), grouped), 2)
+        twice = tl.sum(equal.to(tl.int32), 2) > 1
+        total += tl.where(twice, total, _value_of(second))
+    group = tl.arange(0, GROUPS_P)
+    scores = tl.where(group[None, :] < NUM_GROUPS, _ordered(total), -(2**31))
+    mine, other = scores[:, :, None], scores[:, None, :]
+    before = (other > mine) | ((other == mine) & (group[None, None, :] < group[None, :, None]))
+    rank = tl.sum(before.to(tl.int32), 2)  # [T, GROUPS_P]
+    return tl.reshape(tl.broadcast_to(rank[:, :, None] >= TOPK_GROUPS, [T, GROUPS_P, SIZE_P]), [T, GROUPS_P * SIZE_P])
+
+
+@triton.jit
+def _choose_tokens(
+    logits_ptr, bias_ptr, idx_ptr, weights_ptr, token, end, row_stride, split_stride, scale, NUM_SPLITS: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_K_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_P: tl.constexpr, GROUPS_P: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, SORT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The gate of the tokens [T] below `end`. Logits are the sum of NUM_SPLITS planes; columns are padded to GROUPS_P groups of SIZE_P."""
+    column = tl.arange(0, GROUPS_P * SIZE_P)[None, :]
+    group, member = column // SIZE_P, column % SIZE_P
+    expert = group * SIZE + member
+    valid = (group < NUM_GROUPS) & (member < SIZE)
+    token = token[:, None]
+    biases = tl.load(bias_ptr + expert, mask=valid, other=0.0) if HAS_BIAS else 0.0
+    if PDL:
+        gdc_wait()
+    present = valid & (token < end)
+    source = logits_ptr + token.to(tl.int64) * row_stride + expert
+    logits = tl.load(source, mask=present, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, NUM_SPLITS):
+        logits += tl.load(source + split * split_stride, mask=present, other=0.0, cache_modifier=".cg")
+    scores = _scores(tl.where(valid, logits, -float("inf")), SOFTMAX, EXACT)
+    ordered = tl.where(valid, _ordered(scores + biases), -(2**31))  # below -inf, which is what an expert of a dropped group gets
+    if TOPK_GROUPS < NUM_GROUPS:
+        dropped = _dropped(ordered, SIZE_P, NUM_GROUPS, TOPK_GROUPS, NUM_BEST)
+        ordered = tl.where(dropped & valid, _MINUS_INF, ordered)
+    slot = tl.arange(0, TOP_K_P)[None, :]
+    if SORT:
+        best = tl.topk((ordered.to(tl.int64) << 32) | (0xFFFF - expert), TOP_K_P)  # [T, TOP_K_P], falling
+        chosen = tl.where(slot < TOP_K, 0xFFFF - (best & 0xFFFF).to(tl.int32), 0)
+    else:
+        chosen = tl.zeros([token.shape[0], TOP_K_P], tl.int32)
+        for place in tl.static_range(TOP_K):
+            best = tl.max(ordered, 1, keep_dims=True)
+            winner = tl.min(tl.where(ordered == best, expert, 0xFFFF), 1, keep_dims=True)
+            chosen = tl.where(slot == place, winner, chosen)
+            ordered = tl.where(expert == winner, -(2**31), ordered)
+    weights = tl.where(slot < TOP_K, tl.gather(scores, chosen // SIZE * SIZE_P + chosen % SIZE, 1), 0.0)
+    if NORMALIZE:
+        weights = tl.math.div_rn(weights, tl.broadcast_to(tl.sum(weights, 1, keep_dims=True) + 1e-20, weights.shape))
+    place = token.to(tl.int64) * TOP_K + slot
+    written = (slot < TOP_K) & (token < end)
+    tl.store(idx_ptr + place, chosen.to(tl.int64), mask=written)
+    tl.store(weights_ptr + place, weights * scale, mask=written)
+
+
+@triton.jit
+def topk_gate_kernel(
+    logits_ptr, bias_ptr, idx_ptr, weights_ptr, num_tokens, row_stride, split_stride, scale, NUM_SPLITS: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_K_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_P: tl.constexpr, GROUPS_P: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, SORT: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    _choose_tokens(
+        logits_ptr, bias_ptr, idx_ptr, weights_ptr, tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens, row_stride,
+        split_stride, scale, NUM_SPLITS, TOP_K, TOP_K_P, NUM_GROUPS, TOPK_GROUPS, NUM_BEST, SIZE, SIZE_P, GROUPS_P, SOFTMAX, NORMALIZE,
+        HAS_BIAS, EXACT, SORT, PDL,
+    )  # fmt: skip
+
+
+@triton.jit
+def gate_kernel(
+    x_ptr, w_ptr, partial_ptr, counter_ptr, bias_ptr, idx_ptr, weights_ptr, num_tokens, num_experts, hidden, x_stride, w_stride, scale,
+    K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr, TOP_K_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
+    NUM_BEST: tl.constexpr, SIZE: tl.constexpr, SIZE_P: tl.constexpr, GROUPS_P: tl.constexpr, SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, SORT: tl.constexpr, BLOCK_T: tl.constexpr, GEMM: tl.constexpr, CHOOSE: tl.constexpr,
+):  # fmt: skip
+    """GEMM and CHOOSE both: one cooperative launch, in which the programs of a block of rows wait for each other in between."""
+    members = tl.num_programs(1) * NUM_SPLITS  # programs of a block of rows
+    member = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    split_stride = num_tokens * num_experts
+    if GEMM:
+        _partial_logits(
+            x_ptr, w_ptr, partial_ptr, num_tokens, num_experts, hidden, x_stride, w_stride, split_stride, K_PER_SPLIT, BLOCK_M, BLOCK_N,
+            BLOCK_K, EVEN_K,
+        )  # fmt: skip
+    counter = counter_ptr + tl.program_id(0)
+    if GEMM and CHOOSE:
+        tl.debug_barrier()  # all threads' sums are written before one of them announces it
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
+        while arrived < members:
+            arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    if CHOOSE:
+        first = tl.program_id(0) * BLOCK_M
+        end = tl.minimum(num_tokens, first + BLOCK_M)
+        for token in range(first + member * BLOCK_T, end, members * BLOCK_T):
+            _choose_tokens(
+                partial_ptr, bias_ptr, idx_ptr, weights_ptr, token + tl.arange(0, BLOCK_T), end, num_experts, split_stride, scale,
+                NUM_SPLITS, TOP_K, TOP_K_P, NUM_GROUPS, TOPK_GROUPS, NUM_BEST, SIZE, SIZE_P, GROUPS_P, SOFTMAX, NORMALIZE, HAS_BIAS,
+                EXACT, SORT, False,
+            )  # fmt: skip
+    if GEMM and CHOOSE:  # noqa: SIM102
+        if tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 2 * members - 1:
+            tl.store(counter, 0)
+
+
+@triton.jit
+def partial_logits_kernel(
+    x_ptr, w_ptr, out_ptr, num_tokens, num_experts, hidden, x_stride, w_stride, split_stride,
+    K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    _partial_logits(
+        x_ptr,
+        w_ptr,
+        out_ptr,
+        num_tokens,
+        num_experts,
+        hidden,
+        x_stride,
+        w_stride,
+        split_stride,
+        K_PER_SPLIT,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_K,
+    )
+
+
+@triton.jit
+def _partial_logits(
+    x_ptr, w_ptr, out_ptr, num_tokens, num_experts, hidden, x_stride, w_stride, split_stride,
+    K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of one split's plane: x @ w.T over K_PER_SPLIT of the hidden dimension, in fp32."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    row_ok, column_ok = (row < num_tokens)[:, None], (column < num_experts)[None, :]
+    k = split * K_PER_SPLIT + tl.arange(0, BLOCK_K)
+    x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_tile = w_ptr + column.to(tl.int64)[None, :] * w_stride + k[:, None]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(0, K_PER_SPLIT, BLOCK_K):
+        if EVEN_K:
+            a, b = tl.load(x_tile + step, mask=row_ok, other=0.0), tl.load(w_tile + step, mask=column_ok, other=0.0)
+        else:
+            a = tl.load(x_tile + step, mask=row_ok & (k + step < hidden)[None, :], other=0.0)
+            b = tl.load(w_tile + step, mask=column_ok & (k + step < hidden)[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+    out = out_ptr + split.to(tl.int64) * split_stride + row.to(tl.int64)[:, None] * num_experts + column[None, :]
+    tl.store(out, sums, mask=row_ok & column_ok)
+
+
+@triton.jit
+def add_splits_kernel(partial_ptr, out_ptr, size, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(partial_ptr + place, mask=place < size, other=0.0)
+    for split in tl.static_range(1, NUM_SPLITS):
+        total += tl.load(partial_ptr + split * size + place, mask=place < size, other=0.0)
+    tl.store(out_ptr + place, total, mask=place < size)
