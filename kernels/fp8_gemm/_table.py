@@ -13,22 +13,28 @@ class Config(NamedTuple):
     warps: int
     swap: bool
     """The weight is the left operand of the tensor cores' product: whose tiles have 64 rows and more, so for few rows of x."""
-    pair: str = ""
-    """Two products a block: of both halves of the tile's rows ("m") or columns ("n") with the other operand's one load."""
-    shared: bool = False
-    """All programs of a tile add up the partial sums, not the last one alone; all programs must fit on the GPU at once."""
     tma: bool = True
-    """Loads by TMA descriptors, else by cp.async, which has no pair."""
-    ahead: int = 0
-    """k-blocks of the weight that a program asks L2 for at its start, beyond what its pipeline holds."""
-    overlap: bool = False
-    """The program starts while the kernel before it ends (programmatic dependent launch): not with `shared`."""
+    """Loads by TMA descriptors, else by cp.async."""
+
+
+class Streamed(NamedTuple):
+    """Of the Gluon kernel: a tile of the output, and how many programs share the k-blocks of all tiles."""
+
+    block_m: int
+    block_n: int
+    programs: int
+    stages: int
+    warps: int
+    """Of the consumer; the loader has one more."""
+    registers: int
+    """A thread's, on average over all warpgroups."""
+    swap: bool
 
 
 class Choice(NamedTuple):
     """A configuration that is right for a shape, and whether it was measured to be faster than DeepGEMM there."""
 
-    config: Config
+    config: Config | Streamed
     beats_deep_gemm: bool
 
 

@@ -35,10 +35,15 @@ def quant_fp8_reference(x: torch.Tensor) -> Fp8:
     """The rule, group by group."""
     out = empty_fp8(*x.shape, device=x.device)
     groups = x.float().unflatten(-1, (-1, GROUP))  # [.., rows, k / 128, 128]
-    scale = groups.abs().amax(-1).clamp(min=MIN_AMAX) / FP8_MAX
+    scale = _scale_of(groups.abs().amax(-1))
     out.scale.copy_(scale)
     out.data.copy_((groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).flatten(-2).to(FP8))
     return out
+
+
+def _scale_of(amax: torch.Tensor) -> torch.Tensor:
+    """A tensor divides: by a number, torch multiplies with the reciprocal on GPUs."""
+    return amax.clamp(min=MIN_AMAX) / torch.full((), FP8_MAX, device=amax.device)
 
 
 def quant_fp8_block_reference(w: torch.Tensor) -> Fp8:
@@ -49,7 +54,7 @@ def quant_fp8_block_reference(w: torch.Tensor) -> Fp8:
     for block in range(scale.shape[-2]):
         rows = slice(block * GROUP, (block + 1) * GROUP)
         blocks = w[..., rows, :].float().unflatten(-1, (-1, GROUP))  # [.., <= 128, k / 128, 128]
-        scale[..., block, :] = blocks.abs().amax((-3, -1)).clamp(min=MIN_AMAX) / FP8_MAX
+        scale[..., block, :] = _scale_of(blocks.abs().amax((-3, -1)))
         quotients = blocks / scale[..., block, :].unsqueeze(-2).unsqueeze(-1)
         data[..., rows, :] = quotients.clamp(-FP8_MAX, FP8_MAX).flatten(-2).to(FP8)
     return Fp8(data, scale)

@@ -1,4 +1,4 @@
-# seconds: 105
+# seconds: 95
 """Measure the Triton kernel's configurations against DeepGEMM on one Hopper GPU, for the table of kernels/fp8_gemm/_table.py.
 
     python -m tests.bench.tune_fp8_gemm OUT [shape ...]
@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 
+import kernels.launch
 from kernels.fp8_gemm import fp8_gemm, fp8_gemm_torch
-from kernels.fp8_gemm._table import Config
+from kernels.fp8_gemm._table import Config, Streamed
 from kernels.numerics import Fp8, relative_error
 from kernels.quant_fp8 import quant_fp8
 from kernels.timing import compare_us, num_sets
@@ -28,15 +29,15 @@ from tests.kernels.test_fp8_gemm import SHAPES_V3, random_weight
 
 ROWS = (16, 32, 64, 128, 256)
 SMS, SHARED, REGISTERS = 132, 227 << 10, 65536
-TILES = {  # rows -> block_m, block_n, warps, swap, pair
-    16: [(16, 64, 4, True, ""), (16, 128, 4, True, ""), (16, 128, 8, True, "")],
-    32: [(32, 64, 4, True, ""), (32, 128, 4, True, ""), (32, 128, 8, True, ""), (64, 64, 4, False, "")],
-    64: [(64, 64, 4, False, ""), (64, 128, 4, False, ""), (64, 128, 8, False, ""), (64, 64, 4, True, ""), (64, 256, 8, False, "n")],
-    128: [(128, 64, 4, False, ""), (128, 64, 8, False, ""), (128, 128, 8, False, ""), (64, 128, 4, False, ""), (128, 256, 8, False, "n")],
-    256: [(256, 64, 8, False, ""), (128, 128, 8, False, ""), (128, 64, 8, False, ""), (256, 128, 8, False, "m"), (128, 256, 8, False, "n")],
+TILES = {  # rows -> block_m, block_n, warps, swap
+    16: [(16, 64, 4, True), (16, 128, 4, True), (16, 128, 8, True), (64, 16, 4, False), (64, 32, 4, False)],
+    32: [(32, 64, 4, True), (32, 128, 4, True), (32, 128, 8, True), (64, 16, 4, False), (64, 32, 4, False)],
+    64: [(64, 16, 4, False), (64, 32, 4, False), (64, 64, 4, False), (64, 128, 4, False), (64, 128, 8, False)],
+    128: [(128, 32, 8, False), (128, 64, 4, False), (128, 64, 8, False), (128, 128, 8, False), (64, 128, 4, False)],
+    256: [(256, 64, 8, False), (128, 64, 8, False), (128, 128, 8, False)],
 }
-PER_CASE, PER_TILE = 24, 4
-DEADLINE_S = 95
+SPLIT_K = 10
+DEADLINE_S = 80
 
 
 class Case(NamedTuple):
@@ -46,51 +47,47 @@ class Case(NamedTuple):
     k: int
 
 
-def candidates(case: Case) -> list[Config]:
-    """For every tile and number of programs on an SM, the splits that a simple model of the GPU finds best."""
+def candidates(case: Case) -> list[Config | Streamed]:
+    """For every tile and number of programs on an SM: splits that a simple model likes, and shares of the k-blocks of all tiles."""
     found: dict[Config, float] = {}
-    for (block_m, block_n, warps, swap, pair), resident in product(TILES[case.m], (1, 2, 3, 4)):
-        stage = (block_m + block_n) * 128 + block_m * 4
+    streamed: list[Streamed] = []
+    for (block_m, block_n, warps, swap), resident in product(TILES[case.m], (1, 2, 3, 4)):
+        stage = (block_m + block_n) * 128 + max(block_m, 32) * 4
+        tiles, blocks = -(-case.m // block_m) * -(-case.n // block_n), case.k // 128
+        registers = min(255, REGISTERS // (resident * (warps + 4) * 32) // 8 * 8)
+        if resident < 4 and (registers * (warps + 4) - 160) // warps >= block_m * block_n * 2 // (warps * 32) + 40:
+            stages = min(10, (SHARED // resident - 3072) // stage)
+            splits = {tiles * s for s in range(1, 9) if 0.8 * SMS * resident <= tiles * s <= SMS * resident}
+            programs = {SMS * resident, *([SMS] if resident == 2 else []), *splits}
+            if stages >= 3:
+                streamed += [Streamed(block_m, block_n, p, stages, warps, registers, swap) for p in sorted(programs) if p <= tiles * blocks]
         stages = min(6, (SHARED // resident - 2048) // stage)
-        accumulators = block_m * block_n * (3 if pair else 4) // 2 // (warps * 32)
-        if stages < 2 or (resident > 1 and resident * (accumulators + 40) * warps * 32 > REGISTERS):
+        if stages < 2 or (resident > 1 and resident * (block_m * block_n * 2 // (warps * 32) + 40) * warps * 32 > REGISTERS):
             continue
-        tiles = -(-case.m // block_m) * -(-case.n // block_n)
-        blocks = case.k // 128
-        for splits, shared, tma in product(range(1, min(16, blocks // 2) + 1), (False, True), (True, False)):
-            if not tma and (pair or block_m == 256):
+        for splits, tma in product(range(1, 9), (True, False)):
+            if splits > blocks // 2 or (block_m == 256 and not tma):
                 continue
-            programs = tiles * splits
-            if (shared and (splits == 1 or programs > SMS * resident)) or (splits > 1 and programs * block_m * block_n > 8 << 20):
-                continue
-            waves = -(-programs // (SMS * resident))
+            waves = -(-tiles * splits // (SMS * resident))
             units = waves * resident * -(-blocks // splits)  # k-blocks through the fullest SM
-            streaming = max(units * stage * SMS / 5.5e6, case.n * case.k / 4.0e6 * units * SMS / (tiles * blocks))
-            partials = programs * block_m * block_n * 8 / 5.5e6
-            alone = splits * block_m * block_n * 4 / 8e4
-            reduction = 0 if splits == 1 else 2 + partials if shared else 1 + max(alone, partials)
-            found[Config(block_m, block_n, splits, stages, warps, swap, pair, shared, tma)] = streaming + waves + reduction
-    kept: list[Config] = []
-    for config in sorted(found, key=found.__getitem__):
-        alike = [c for c in kept if c._replace(splits=0, stages=0, shared=False) == config._replace(splits=0, stages=0, shared=False)]
-        if len(alike) < PER_TILE:
-            kept.append(config)
-    return kept[:PER_CASE]
+            streaming = max(units * stage * SMS / 6e6, case.n * case.k / 4.0e6 * units * SMS / (tiles * blocks))
+            reduction = 0 if splits == 1 else 1 + splits * block_m * block_n * 4 / 6e4
+            found[Config(block_m, block_n, splits, stages, warps, swap, tma)] = streaming + waves + reduction
+    return [*streamed, *sorted(found, key=found.__getitem__)[:SPLIT_K]]
 
 
-def kernel_of(config: Config) -> Config:
+def kernel_of(config: Config | Streamed) -> Config | Streamed:
     """All that goes into the compiled kernel."""
-    return config._replace(splits=min(config.splits, 2), ahead=min(config.ahead, 1))
+    return config._replace(programs=0) if isinstance(config, Streamed) else config._replace(splits=0)
 
 
-def compile_all(configs: Sequence[tuple[Case, Config]]) -> dict[Config, int]:
+def compile_all(configs: Sequence[tuple[Case, Config | Streamed]]) -> dict[Config | Streamed, int]:
     """Compile every kernel in threads; registers by what makes a kernel, -1 if it spills much."""
     from kernels.fp8_gemm import _triton
 
     wanted = {kernel_of(config): (case, config) for case, config in configs}
-    spills: dict[Config, int] = {}
+    spills: dict[Config | Streamed, int] = {}
 
-    def build(key: Config) -> None:
+    def build(key: Config | Streamed) -> None:
         case, config = wanted[key]
         x = quant_fp8(torch.zeros(case.m, 128, dtype=torch.bfloat16, device="cuda"), backend="reference")
         w = Fp8(torch.zeros(128, 128, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn), torch.ones(1, 1, device="cuda"))
@@ -104,21 +101,13 @@ def compile_all(configs: Sequence[tuple[Case, Config]]) -> dict[Config, int]:
             spills[key] = -1
 
     _triton.workspace_of(torch.device("cuda", torch.cuda.current_device()))
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(build, wanted))
+    for kernels.launch.DEPENDENT in (True, False):
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(build, wanted))
     return spills
 
 
-def variants(case: Case, best: Sequence[Config]) -> list[Config]:
-    """The best few with weights asked for ahead, and starting before the kernel before them ends."""
-    if case.m not in (64, 256) or case.n * case.k > 2 << 26:
-        return []
-    plain = list(dict.fromkeys(config._replace(shared=False) for config in best[:4]))[:3]
-    ahead = [config._replace(ahead=number) for config in [*best[:2], *plain] for number in (6, 1000)]
-    return list(dict.fromkeys([*ahead, *(c._replace(ahead=n, overlap=True) for c in plain for n in (0, 6, 1000))]))
-
-
-def measure(case: Case, weights: list[Fp8], built: dict[Config, int]) -> tuple[dict[str, float], list[Config]]:
+def measure(case: Case, weights: list[Fp8], built: dict[Config | Streamed, int]) -> tuple[dict[str, float], list[Config | Streamed]]:
     """Times by configuration and "deep_gemm", and the configurations that are right, best first."""
     from kernels.fp8_gemm import _triton
 
@@ -127,7 +116,7 @@ def measure(case: Case, weights: list[Fp8], built: dict[Config, int]) -> tuple[d
     fp8_gemm_torch(x[0], weights[0], expected)
     outs = [torch.empty(case.m, case.n, dtype=torch.bfloat16, device="cuda") for _ in weights]
 
-    def times(configs: Sequence[Config]) -> dict[str, float]:
+    def times(configs: Sequence[Config | Streamed]) -> dict[str, float]:
         calls = {"deep_gemm": [partial(fp8_gemm, *pair, out=out, backend="deep_gemm") for *pair, out in zip(x, weights, outs, strict=True)]}
         for config in configs:
             if built[kernel_of(config)] < 0:
@@ -146,16 +135,16 @@ def measure(case: Case, weights: list[Fp8], built: dict[Config, int]) -> tuple[d
             calls[label(config)] = [partial(_triton.fp8_gemm, *args, config) for args in zip(x, weights, outs, strict=True)]
         return compare_us(calls, replays=12)
 
-    right: dict[str, Config] = {}
+    right: dict[str, Config | Streamed] = {}
     us = times(candidates(case))
-    more = variants(case, sorted(right.values(), key=lambda config: us[label(config)]))
-    if more:
-        built |= compile_all([(case, config) for config in more])
-        us |= times(more)
+    kernels.launch.DEPENDENT = True
+    best = sorted(right.values(), key=lambda config: us[label(config)])
+    us |= {f"{name} dependent": time for name, time in times(best[:12]).items()}
+    kernels.launch.DEPENDENT = False
     return us, sorted(right.values(), key=lambda config: us[label(config)])
 
 
-def label(config: Config) -> str:
+def label(config: Config | Streamed) -> str:
     return f"({', '.join(str(int(x) if isinstance(x, bool) else x) for x in config)})"
 
 
@@ -174,13 +163,17 @@ def main() -> None:
             us, best = measure(case, weights, built)
             floor = max(n * k / 4.3e6, 2 * case.m * n * k / 1979e6)
             few = "; ".join(f"{us[label(config)]:.1f} {label(config)}" for config in best[:4])
-            print(f"{name:15} M{case.m:<4} DeepGEMM {us['deep_gemm']:6.1f} floor {floor:5.1f} | {few}", flush=True)
-            results.append({**case._asdict(), "deep_gemm": us["deep_gemm"], "ours": [[us[label(config)], *config] for config in best]})
+            kinds = [min((us[label(c)] for c in best if isinstance(c, kind)), default=0.0) for kind in (Config, Streamed)]
+            dependent = sorted((time, name) for name, time in us.items() if "dependent" in name)[:2]
+            two = "; ".join(f"{time:.1f} {name[:-10]}" for time, name in dependent)
+            ours = f"split-K {kinds[0]:.1f} stream-K {kinds[1]:.1f}"
+            print(f"{name:14} M{case.m:<3} DeepGEMM {us['deep_gemm']:5.1f} floor {floor:4.1f} {ours} | {few} | dependent {two}", flush=True)
+            results.append({**case._asdict(), "deep_gemm": us["deep_gemm"], "us": us})
         del weights
         torch.cuda.empty_cache()
     out.mkdir(parents=True, exist_ok=True)
     (out / "fp8_gemm.json").write_text(json.dumps(results, indent=1))
-    print(f"{time.monotonic() - began:.0f} s; a configuration is {', '.join(Config._fields)}")
+    print(f"{time.monotonic() - began:.0f} s; {', '.join(Config._fields)} | {', '.join(Streamed._fields)}")
 
 
 if __name__ == "__main__":
