@@ -7,9 +7,43 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.backend import interpreting
 from kernels.launch import launch_options
 from kernels.numerics import GROUP, Fp8
 from kernels.quant_fp8._triton import scale_of, to_fp8
+
+_INTERPRETING = tl.constexpr(interpreting())
+
+
+@triton.jit
+def _widen(w, dtype: tl.constexpr):
+    """e4m3 (never NaN) as `dtype`, exactly. To bf16 by hand: the compiler's cast takes four times as long, by way of fp16.
+
+    An e4m3's bits are those of a bf16 that is 2**120 times smaller, subnormals too.
+    """
+    if _INTERPRETING:
+        return w.to(dtype)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, x, y, up;
+        prmt.b32 low, $2, 0, 0x1404;
+        prmt.b32 high, $2, 0, 0x3424;
+        shr.u32 x, low, 4;
+        shr.u32 y, high, 4;
+        and.b32 x, x, 0x07f007f0;
+        and.b32 y, y, 0x07f007f0;
+        lop3.b32 x, low, 0x80008000, x, 0xea;
+        lop3.b32 y, high, 0x80008000, y, 0xea;
+        mov.b32 up, 0x7b807b80;
+        mul.rn.bf16x2 $0, x, up;
+        mul.rn.bf16x2 $1, y, up;
+        }""",
+        "=r,=r,r",
+        [w],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -48,9 +82,9 @@ def fp8_bmm_kernel(
         else:
             scale = tl.load(scales + block, mask=n < N, other=0.0)[None, :]
         if SWAP:
-            acc += tl.dot(w.to(x.dtype), x.T) * scale
+            acc += tl.dot(_widen(w, x.dtype), x.T) * scale
         else:
-            acc += tl.dot(x, w.to(x.dtype).T) * scale
+            acc += tl.dot(x, _widen(w, x.dtype).T) * scale
     if SWAP:
         acc = acc.T
     out_tile = out_ptr + head * out_stride_b + m_long[:, None] * out_stride_m + n[None, :]
@@ -66,8 +100,7 @@ def fp8_bmm_kernel(
 
 @triton.jit
 def fp8_bmm_tma_kernel(
-    x_desc, w_desc, w_scale_ptr, out_desc, out_scale_ptr,
-    rows, batch, out_scale_pitch,
+    x_desc, w_desc, w_scale_ptr, out_desc, out_scale_ptr, rows, batch, x_stride_b, out_stride_b, out_scale_pitch,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SWAP: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -82,58 +115,125 @@ def fp8_bmm_tma_kernel(
     programs = tl.num_programs(0)
     my_tiles = tl.cdiv(m_tiles * n_tiles * batch - tl.program_id(0), programs)
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    last = 1.0
     for step in tl.range(0, my_tiles * blocks, num_stages=STAGES):
         tile, block = tl.program_id(0) + step // blocks * programs, step % blocks
         m_tile, rest = tile % m_tiles, tile // m_tiles
         n_tile, head = rest % n_tiles, rest // n_tiles
-        x = x_desc.load([m_tile * BLOCK_M, head, block * GROUP]).reshape(BLOCK_M, GROUP)
+        x = x_desc.load([m_tile * BLOCK_M, head * x_stride_b + block * GROUP])
         w = w_desc.load([head * N + n_tile * BLOCK_N, block * GROUP])
         scale = tl.load(w_scale_ptr + (head * (N // GROUP) + n_tile * BLOCK_N // GROUP) * blocks + block)
-        if SWAP:
-            acc += tl.dot(w.to(x.dtype), x.T) * scale
-        else:
-            acc += tl.dot(x, w.to(x.dtype).T) * scale
+        acc *= last / scale  # the sum in units of this block's scale: one accumulator does, and the weights stay exact
+        acc = tl.dot(_widen(w, x.dtype), x.T, acc) if SWAP else tl.dot(x, _widen(w, x.dtype).T, acc)
+        last = scale
         if block == blocks - 1:
-            result = acc.T if SWAP else acc
+            result = (acc.T if SWAP else acc) * scale
             if QUANT:
                 m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
                 out_scale = scale_of(result, 1)
                 tl.store(out_scale_ptr + (head * n_tiles + n_tile).to(tl.int64) * out_scale_pitch + m, out_scale, mask=m < rows)
                 result = to_fp8(result, out_scale[:, None])
-            out_desc.store([m_tile * BLOCK_M, head, n_tile * BLOCK_N], result.to(out_desc.dtype).reshape(BLOCK_M, 1, BLOCK_N))
+            out_desc.store([m_tile * BLOCK_M, head * out_stride_b + n_tile * BLOCK_N], result.to(out_desc.dtype))
             acc = tl.zeros_like(acc)
 
 
-def choose_config(m: int, n: int, k: int, quant: bool) -> dict[str, int | bool]:
-    """Tile, warps and which kernel; PER_SM 0: a program a tile, else so many persistent programs on each SM."""
-    block_m = 64 if m > 32 else 32 if m > 16 else 16
-    return {"BLOCK_M": block_m, "BLOCK_N": 128, "SWAP": False, "STAGES": 3, "num_warps": 4, "PER_SM": 0}
+@triton.jit
+def fp8_bmm_deep_kernel(
+    x_desc, w_desc, w_scale_ptr, out_desc, out_scale_ptr, rows, x_stride_b, out_stride_b, out_scale_pitch,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a tile; tiles along m follow each other, so that a head's weights stay in L2."""
+    GROUP: tl.constexpr = 128
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    m_tiles = tl.cdiv(rows, BLOCK_M)
+    n_tiles: tl.constexpr = N // BLOCK_N
+    m_tile, rest = tl.program_id(0) % m_tiles, tl.program_id(0) // m_tiles
+    n_tile, head = rest % n_tiles, rest // n_tiles
+    scales = w_scale_ptr + (head * (N // GROUP) + n_tile * BLOCK_N // GROUP) * (K // GROUP)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    last = 1.0
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        x = x_desc.load([m_tile * BLOCK_M, head * x_stride_b + k])
+        w = w_desc.load([head * N + n_tile * BLOCK_N, k])
+        scale = tl.load(scales + k // GROUP)
+        acc *= last / scale  # the sum in units of this block's scale: one accumulator does, and the weights stay exact
+        acc = tl.dot(_widen(w, x.dtype), x.T, acc) if SWAP else tl.dot(x, _widen(w, x.dtype).T, acc)
+        last = scale
+    result = (acc.T if SWAP else acc) * last
+    if QUANT:
+        m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        out_scale = scale_of(result, 1)
+        tl.store(out_scale_ptr + (head * n_tiles + n_tile).to(tl.int64) * out_scale_pitch + m, out_scale, mask=m < rows)
+        result = to_fp8(result, out_scale[:, None])
+    out_desc.store([m_tile * BLOCK_M, head * out_stride_b + n_tile * BLOCK_N], result.to(out_desc.dtype))
 
 
-def launch(x: torch.Tensor, w: Fp8, out: torch.Tensor, out_scale: torch.Tensor | None, config: dict[str, int | bool] | None = None) -> None:
+@triton.jit
+def fp8_bmm_wide_kernel(
+    x_desc, w_desc, w_scale_ptr, out_desc, rows, x_stride_b, out_stride_b,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """k = 128: a program keeps its rows of one head and passes all of the head's weights by them."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    m_tiles = tl.cdiv(rows, BLOCK_M)
+    m, head = tl.program_id(0) % m_tiles * BLOCK_M, tl.program_id(0) // m_tiles
+    x = x_desc.load([m, head * x_stride_b])
+    for n in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+        w = w_desc.load([head * N + n, 0])
+        scale = tl.load(w_scale_ptr + head * (N // 128) + n // 128)
+        acc = tl.dot(_widen(w, x.dtype), x.T).T if SWAP else tl.dot(x, _widen(w, x.dtype).T)
+        out_desc.store([m, head * out_stride_b + n], (acc * scale).to(out_desc.dtype))
+
+
+def choose_config(m: int, n: int, k: int, quant: bool) -> dict[str, int | bool | str]:
+    """Kernel, tile and warps."""
+    block_m = 128 if m > 64 else 64 if m > 32 else 32 if m > 16 else 16
+    warps = 8 if block_m == 128 else 4
+    if k == GROUP and not quant:
+        return {"KIND": "wide", "BLOCK_M": block_m, "BLOCK_N": 128, "SWAP": False, "STAGES": 2, "num_warps": warps}
+    return {"KIND": "deep", "BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 128, "SWAP": False, "STAGES": 3, "num_warps": warps}
+
+
+def launch(x: torch.Tensor, w: Fp8, out: torch.Tensor, out_scale: torch.Tensor | None, config: dict | None = None) -> None:
     """out [m, batch, n], quantised in groups of 128 columns if there is an out_scale [m, batch * n / 128]."""
     rows, (batch, n, k) = x.shape[0], w.data.shape
     config = dict(config or choose_config(rows, n, k, out_scale is not None))
-    block_m, block_n, per_sm = config["BLOCK_M"], config["BLOCK_N"], config.pop("PER_SM")
-    tiles = triton.cdiv(rows, block_m) * triton.cdiv(n, block_n) * batch
+    kind, per_sm, block_m, block_n = config.pop("KIND"), config.pop("PER_SM", 1), config["BLOCK_M"], config["BLOCK_N"]
+    block_k = config.get("BLOCK_K", GROUP)
+    m_tiles, n_tiles = triton.cdiv(rows, block_m), triton.cdiv(n, block_n)
     pitch = 0 if out_scale is None else out_scale.stride(1)
     shared = {"N": n, "K": k, "QUANT": out_scale is not None, **config, **launch_options()}
     assert out_scale is None or block_n == GROUP
-    if per_sm and n % block_n == 0 and block_n <= GROUP and _tma_reads(x) and _tma_reads(out):
-        x_desc = TensorDescriptor(x, list(x.shape), list(x.stride()), [block_m, 1, GROUP])
-        w_desc = TensorDescriptor(w.data, [batch * n, k], [k, 1], [block_n, GROUP])
-        out_desc = TensorDescriptor(out, list(out.shape), list(out.stride()), [block_m, 1, block_n])
-        grid = (min(tiles, per_sm * num_sms(x.device)),)
-        fp8_bmm_tma_kernel[grid](x_desc, w_desc, w.scale, out_desc, out_scale, rows, batch, pitch, **shared)
+    if kind == "plain" or n % block_n or not _tma_reads(x) or not _tma_reads(out):
+        shared.pop("BLOCK_K", None)
+        fp8_bmm_kernel[(m_tiles * n_tiles * batch,)](
+            x, w.data, w.scale, out, out_scale, rows, x.stride(0), x.stride(1), out.stride(0), out.stride(1), pitch, **shared
+        )
         return
-    fp8_bmm_kernel[(tiles,)](
-        x, w.data, w.scale, out, out_scale, rows, x.stride(0), x.stride(1), out.stride(0), out.stride(1), pitch, **shared
-    )
+    x_desc = TensorDescriptor(x, [rows, (batch - 1) * x.stride(1) + k], [x.stride(0), 1], [block_m, block_k])
+    w_desc = TensorDescriptor(w.data, [batch * n, k], [k, 1], [block_n, block_k])
+    out_desc = TensorDescriptor(out, [rows, (batch - 1) * out.stride(1) + n], [out.stride(0), 1], [block_m, block_n])
+    if kind == "wide":
+        del shared["K"], shared["QUANT"]
+        fp8_bmm_wide_kernel[(m_tiles * batch,)](x_desc, w_desc, w.scale, out_desc, rows, x.stride(1), out.stride(1), **shared)
+    elif kind == "deep":
+        grid = (m_tiles * n_tiles * batch,)
+        fp8_bmm_deep_kernel[grid](x_desc, w_desc, w.scale, out_desc, out_scale, rows, x.stride(1), out.stride(1), pitch, **shared)
+    else:
+        grid = (min(m_tiles * n_tiles * batch, per_sm * num_sms(x.device)),)
+        fp8_bmm_tma_kernel[grid](x_desc, w_desc, w.scale, out_desc, out_scale, rows, batch, x.stride(1), out.stride(1), pitch, **shared)
 
 
 def _tma_reads(x: torch.Tensor) -> bool:
-    """Whether a TMA descriptor can describe `x`: everything a multiple of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+    """Whether a TMA descriptor can describe a row of all heads: multiples of 16 bytes, heads side by side in it."""
+    row, head, _ = x.stride()
+    side_by_side = x.shape[0] == 1 or x.shape[1] == 1 or head * (x.shape[1] - 1) + x.shape[2] <= row
+    return side_by_side and x.data_ptr() % 16 == row * x.element_size() % 16 == head * x.element_size() % 16 == 0
 
 
 @functools.cache

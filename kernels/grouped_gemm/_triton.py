@@ -13,10 +13,13 @@ from kernels.numerics import GROUP, Fp8
 
 @triton.jit
 def _tile(
-    x_desc, x_scale_desc, w_desc, w_scale_ptr, row, scale_row, scale_m, group, n_tile, N, blocks,
+    x_desc, x_scales, pitch, w_desc, w_scale_ptr, row, group, n_tile, N, blocks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x @ w[group].T over `blocks` blocks of k; SWAP makes w the operand of 64 rows, for few rows of x."""
+    """One tile of x @ w[group].T over `blocks` blocks of k; SWAP makes w the operand of 64 rows, for few rows of x.
+
+    x_scales points to the scale of row `row` and k block 0, those of the next block lie `pitch` further: TMA could not fetch fewer than 32.
+    """
     GROUP: tl.constexpr = 128
     last_scale = tl.cdiv(N, GROUP) - 1
     scale_n = n_tile * BLOCK_N // GROUP
@@ -27,7 +30,7 @@ def _tile(
     for block in tl.range(blocks, num_stages=STAGES):
         x = x_desc.load([row, block * GROUP])
         w = w_desc.load([group * N + n_tile * BLOCK_N, block * GROUP])
-        x_scale = x_scale_desc.load([scale_row + block, scale_m]).reshape(BLOCK_M)
+        x_scale = tl.load(x_scales + tl.cast(pitch, tl.int64) * block + tl.arange(0, BLOCK_M))
         if BLOCK_N <= GROUP:
             scale = x_scale * tl.load(scales + block)
             scale = scale[None, :] if SWAP else scale[:, None]
@@ -43,7 +46,7 @@ def _tile(
 
 @triton.jit
 def grouped_gemm_masked_kernel(
-    x_desc, x_scale_desc, w_desc, w_scale_ptr, num_rows_ptr, out_desc, max_m, N, K, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
+    x_desc, x_scale_ptr, pitch, w_desc, w_scale_ptr, num_rows_ptr, out_desc, max_m, N, K, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, FLATTEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles in the order group, n, m: those that share weights follow each other."""
@@ -63,15 +66,14 @@ def grouped_gemm_masked_kernel(
         m = (tile - first) % m_tiles * BLOCK_M
         n_tile = (tile - first) // m_tiles
         row = group * max_m + m
-        acc = _tile(
-            x_desc, x_scale_desc, w_desc, w_scale_ptr, row, group * blocks, m, group, n_tile, N, blocks, BLOCK_M, BLOCK_N, SWAP, STAGES
-        )
+        x_scales = x_scale_ptr + group.to(tl.int64) * blocks * pitch + m
+        acc = _tile(x_desc, x_scales, pitch, w_desc, w_scale_ptr, row, group, n_tile, N, blocks, BLOCK_M, BLOCK_N, SWAP, STAGES)
         out_desc.store([row, n_tile * BLOCK_N], acc.to(out_desc.dtype))
 
 
 @triton.jit
 def grouped_gemm_contiguous_kernel(
-    x_desc, x_scale_desc, w_desc, w_scale_ptr, group_of_row_ptr, out_desc, m_tiles, N, K,
+    x_desc, x_scale_ptr, pitch, w_desc, w_scale_ptr, group_of_row_ptr, out_desc, m_tiles, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +89,9 @@ def grouped_gemm_contiguous_kernel(
         n_tile = tile % (BAND * n_tiles) // height
         group = tl.load(group_of_row_ptr + row)
         if group >= 0:
-            acc = _tile(x_desc, x_scale_desc, w_desc, w_scale_ptr, row, 0, row, group, n_tile, N, K // 128, BLOCK_M, BLOCK_N, SWAP, STAGES)
+            acc = _tile(
+                x_desc, x_scale_ptr + row, pitch, w_desc, w_scale_ptr, row, group, n_tile, N, K // 128, BLOCK_M, BLOCK_N, SWAP, STAGES
+            )
             out_desc.store([row, n_tile * BLOCK_N], acc.to(out_desc.dtype))
 
 
@@ -112,43 +116,30 @@ def launch_masked(
     (groups, max_m, k), n = x.data.shape, w.data.shape[1]
     config = dict(config or choose_masked(expected_m))
     programs = config.pop("PER_SM") * num_sms(out.device)
-    descriptors = _descriptors(x, w, out, config["BLOCK_M"], config["BLOCK_N"])
-    grouped_gemm_masked_kernel[(programs,)](
-        *descriptors[:3],
-        w.scale,
-        num_rows,
-        descriptors[3],
-        max_m,
-        n,
-        k,
-        groups,
-        triton.next_power_of_2(groups),
-        **config,
-        **launch_options(),
-    )
+    x_desc, w_desc, out_desc = _descriptors(x, w, out, config["BLOCK_M"], config["BLOCK_N"])
+    operands = x_desc, x.scale, x.scale.stride(-1), w_desc, w.scale, num_rows, out_desc
+    shape = {"GROUPS": groups, "GROUPS_2": triton.next_power_of_2(groups)}
+    grouped_gemm_masked_kernel[(programs,)](*operands, max_m, n, k, **shape, **config, **launch_options())
 
 
 def launch_contiguous(x: Fp8, w: Fp8, group_of_row: torch.Tensor, out: torch.Tensor, config: dict[str, int | bool] | None = None) -> None:
     """Write out [m, n]."""
     config = dict(config or CONTIGUOUS_CONFIG)
     programs = config.pop("PER_SM") * num_sms(out.device)
-    descriptors = _descriptors(x, w, out, config["BLOCK_M"], config["BLOCK_N"])
-    m_tiles, n, k = out.shape[0] // config["BLOCK_M"], w.data.shape[1], w.data.shape[2]
-    grouped_gemm_contiguous_kernel[(programs,)](
-        *descriptors[:3], w.scale, group_of_row, descriptors[3], m_tiles, n, k, **config, **launch_options()
-    )
+    x_desc, w_desc, out_desc = _descriptors(x, w, out, config["BLOCK_M"], config["BLOCK_N"])
+    operands = x_desc, x.scale, x.scale.stride(-1), w_desc, w.scale, group_of_row, out_desc
+    m_tiles, (_, n, k) = out.shape[0] // config["BLOCK_M"], w.data.shape
+    grouped_gemm_contiguous_kernel[(programs,)](*operands, m_tiles, n, k, **config, **launch_options())
 
 
 def _descriptors(x: Fp8, w: Fp8, out: torch.Tensor, block_m: int, block_n: int) -> tuple[TensorDescriptor, ...]:
-    """Groups one below the other: x [rows, k], its scales [groups * k / 128, rows of one], w [groups * n, k], out [rows, n]."""
+    """Groups one below the other: x [rows, k], w [groups * n, k], out [rows, n]."""
     groups, n, k = w.data.shape
-    blocks, rows, pitch = k // GROUP, x.data.shape[-2], x.scale.stride(-1)
-    scale_rows = blocks * (x.data.shape[0] if x.data.ndim == 3 else 1)
+    rows = out.numel() // n
     return (
-        TensorDescriptor(x.data, [out.numel() // n, k], [k, 1], [block_m, GROUP]),
-        TensorDescriptor(x.scale, [scale_rows, rows], [pitch, 1], [1, block_m]),
+        TensorDescriptor(x.data, [rows, k], [k, 1], [block_m, GROUP]),
         TensorDescriptor(w.data, [groups * n, k], [k, 1], [block_n, GROUP]),
-        TensorDescriptor(out, [out.numel() // n, n], [n, 1], [block_m, block_n]),
+        TensorDescriptor(out, [rows, n], [n, 1], [block_m, block_n]),
     )
 
 

@@ -16,11 +16,14 @@ QUANT_SHAPES = [(1, 2, 128, 512), (37, 3, 256, 128)]
 SHAPES = [(1, 2, 512, 128), (37, 3, 128, 256), (5, 2, 128, 512), (70, 2, 208, 128)]  # m, batch, n, k
 GPU_SHAPES = [(m, batch, n, k) for m in (2, 16, 33, 64, 128, 256) for batch, n, k in ((128, 512, 128), (16, 128, 512))]
 CONFIGS = [
-    {"BLOCK_M": 16, "BLOCK_N": 64, "SWAP": False, "STAGES": 2, "num_warps": 4, "PER_SM": 0},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "SWAP": True, "STAGES": 2, "num_warps": 4, "PER_SM": 0},
-    {"BLOCK_M": 64, "BLOCK_N": 256, "SWAP": True, "STAGES": 1, "num_warps": 8, "PER_SM": 0},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "SWAP": False, "STAGES": 2, "num_warps": 4, "PER_SM": 1},
-    {"BLOCK_M": 32, "BLOCK_N": 64, "SWAP": True, "STAGES": 2, "num_warps": 4, "PER_SM": 2},
+    {"KIND": "plain", "BLOCK_M": 16, "BLOCK_N": 64, "SWAP": False, "STAGES": 2, "num_warps": 4},
+    {"KIND": "plain", "BLOCK_M": 64, "BLOCK_N": 256, "SWAP": True, "STAGES": 1, "num_warps": 8},
+    {"KIND": "deep", "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "SWAP": True, "STAGES": 3, "num_warps": 4},
+    {"KIND": "deep", "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 128, "SWAP": False, "STAGES": 3, "num_warps": 8},
+    {"KIND": "tma", "BLOCK_M": 64, "BLOCK_N": 128, "SWAP": False, "STAGES": 2, "num_warps": 4, "PER_SM": 1},
+    {"KIND": "tma", "BLOCK_M": 32, "BLOCK_N": 64, "SWAP": True, "STAGES": 2, "num_warps": 4, "PER_SM": 2},
+    {"KIND": "wide", "BLOCK_M": 64, "BLOCK_N": 128, "SWAP": False, "STAGES": 2, "num_warps": 4},
+    {"KIND": "wide", "BLOCK_M": 64, "BLOCK_N": 64, "SWAP": True, "STAGES": 2, "num_warps": 4},
 ]
 
 
@@ -55,11 +58,11 @@ def test_equals_einsum_between_strided_views(backend: str, shape: tuple[int, int
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_every_kind_of_tile(config: dict[str, int | bool]) -> None:
+def test_every_kind_of_tile(config: dict[str, int | bool | str]) -> None:
     skip_unless_available("triton", FLOAT)
     from kernels.fp8_bmm._triton import launch
 
-    x, w = make_inputs(70, 2, 256, 256)
+    x, w = make_inputs(70, 2, 256, 128 if config["KIND"] == "wide" else 256)
     out = poisoned(70, 2, 256)
     launch(x, w, out, None, config)
     assert relative_error(out, expected(x, w)) < (1e-2 if ON_GPU else 1e-5)
