@@ -66,7 +66,8 @@ def _multiply(
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     STAGES: gl.constexpr = x_smem.shape[0]
-    ROWS: gl.constexpr = BN if SWAP else BM
+    PAIR: gl.constexpr = BM == 256 and BN == 128  # two products of 128 rows one after the other: one's registers for the bare sums
+    ROWS: gl.constexpr = BN if SWAP else 128 if PAIR else BM
     COLUMNS: gl.constexpr = BM if SWAP else BN
     DOWN: gl.constexpr = WARPS if ROWS >= WARPS * 16 else ROWS // 16
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, COLUMNS // (WARPS // DOWN), 32])
@@ -87,17 +88,26 @@ def _multiply(
         )
         gl.thread_barrier()
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, acc_layout)
+        if PAIR:
+            lower = gl.zeros([ROWS, COLUMNS], gl.float32, acc_layout)
         none = gl.zeros([ROWS, COLUMNS], gl.float32, acc_layout)
         for i in range(0, number):
             w_scale = ws_smem.index(i).load(scale_layout)
             mbarrier.wait(full.index(stage), phase)
             x, w = x_smem.index(stage), w_smem.index(stage)
+            x_scales = xs_smem.index(stage)._reinterpret(gl.float32, [xs_smem.shape[2]], VECTOR)
             if SWAP:
                 product = warpgroup_mma(w, x.permute((1, 0)), none, use_acc=False, is_async=True)
+            elif PAIR:
+                product = warpgroup_mma(x.slice(128, 128), w.permute((1, 0)), none, use_acc=False, is_async=True)
+                x_scale = x_scales.slice(128, 128).load(scale_layout)
+                product = warpgroup_mma_wait(0, [product])
+                lower += product * (x_scale * w_scale)[:, None]
+                gl.thread_barrier()  # else the compiler begins the second product before it has the first one's registers back
+                product = warpgroup_mma(x.slice(0, 128), w.permute((1, 0)), none, use_acc=False, is_async=True)
             else:
                 product = warpgroup_mma(x, w.permute((1, 0)), none, use_acc=False, is_async=True)
-            xs: gl.constexpr = xs_smem.shape[2]
-            x_scale = xs_smem.index(stage)._reinterpret(gl.float32, [xs], VECTOR).slice(0, BM).load(scale_layout)
+            x_scale = x_scales.slice(0, 128 if PAIR else BM).load(scale_layout)
             product = warpgroup_mma_wait(0, [product])
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
@@ -116,15 +126,18 @@ def _multiply(
         else:
             rows, columns = down, across
         if number == k_blocks:
-            valid = (first_row + rows < m) & (first_column + columns < n)
-            pointers = out_ptr + (first_row + rows).to(gl.int64) * out_row + (first_column + columns)
-            gl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=valid)
+            _store(acc, out_ptr, first_row + rows, first_column + columns, m, n, out_row)
+            if PAIR:
+                _store(lower, out_ptr, first_row + 128 + rows, first_column + columns, m, n, out_row)
         else:
             units, programs = tiles * k_blocks, gl.num_programs(0)
             first = ((tile * k_blocks + 1) * programs - 1) // units
             parts = ((tile + 1) * k_blocks * programs - 1) // units - first + 1
             partials = partial_ptr + tile * slots * (BM * BN)
-            gl.store(partials + (gl.program_id(0) - first) * (BM * BN) + rows * BN + columns, acc)
+            mine = partials + (gl.program_id(0) - first) * (BM * BN) + rows * BN + columns
+            gl.store(mine, acc)
+            if PAIR:
+                gl.store(mine + 128 * BN, lower)
             gl.thread_barrier()  # all threads' sums are written before one of them announces it
             arrived = gl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
             if arrived == parts - 1:
@@ -156,9 +169,13 @@ def _reduce(partials, out_ptr, parts, first_row, first_column, m, n, out_row, BM
             total = gl.where(i + 1 < parts, total + b, total)
             total = gl.where(i + 2 < parts, total + c, total)
             total = gl.where(i + 3 < parts, total + d, total)
-        valid = (first_row + rows < m) & (first_column + columns < n)
-        pointers = out_ptr + (first_row + rows).to(gl.int64) * out_row + (first_column + columns)
-        gl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=valid)
+        _store(total, out_ptr, first_row + rows, first_column + columns, m, n, out_row)
+
+
+@gluon.jit
+def _store(tile, out_ptr, rows, columns, m, n, out_row):
+    pointers = out_ptr + rows.to(gl.int64) * out_row + columns
+    gl.store(pointers, tile.to(out_ptr.dtype.element_ty), mask=(rows < m) & (columns < n))
 
 
 @gluon.jit(do_not_specialize=["m", "k_blocks", "slots"])

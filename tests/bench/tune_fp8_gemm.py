@@ -34,7 +34,7 @@ TILES = {  # rows -> block_m, block_n, warps, swap
     32: [(32, 64, 4, True), (32, 128, 4, True), (32, 128, 8, True), (64, 16, 4, False), (64, 32, 4, False)],
     64: [(64, 16, 4, False), (64, 32, 4, False), (64, 64, 4, False), (64, 128, 4, False), (64, 128, 8, False)],
     128: [(128, 32, 8, False), (128, 64, 4, False), (128, 64, 8, False), (128, 128, 8, False), (64, 128, 4, False)],
-    256: [(256, 64, 8, False), (128, 64, 8, False), (128, 128, 8, False)],
+    256: [(256, 128, 8, False), (256, 64, 8, False), (128, 64, 8, False), (128, 128, 8, False)],
 }
 SPLIT_K = 10
 DEADLINE_S = 80
@@ -55,14 +55,14 @@ def candidates(case: Case) -> list[Config | Streamed]:
         stage = (block_m + block_n) * 128 + max(block_m, 32) * 4
         tiles, blocks = -(-case.m // block_m) * -(-case.n // block_n), case.k // 128
         registers = min(255, REGISTERS // (resident * (warps + 4) * 32) // 8 * 8)
-        if resident < 4 and (registers * (warps + 4) - 160) // warps >= block_m * block_n * 2 // (warps * 32) + 40:
+        if resident < 4 and (registers * (warps + 4) - 160) // warps >= block_m * block_n * (3 if block_m * block_n > 1 << 14 else 4) // 2 // (warps * 32) + 40:
             stages = min(10, (SHARED // resident - 3072) // stage)
             splits = {tiles * s for s in range(1, 9) if 0.8 * SMS * resident <= tiles * s <= SMS * resident}
             programs = {SMS * resident, *([SMS] if resident == 2 else []), *splits}
             if stages >= 3:
                 streamed += [Streamed(block_m, block_n, p, stages, warps, registers, swap) for p in sorted(programs) if p <= tiles * blocks]
         stages = min(6, (SHARED // resident - 2048) // stage)
-        if stages < 2 or (resident > 1 and resident * (block_m * block_n * 2 // (warps * 32) + 40) * warps * 32 > REGISTERS):
+        if stages < 2 or block_m * block_n > 1 << 14 or (resident > 1 and resident * (block_m * block_n * 2 // (warps * 32) + 40) * warps * 32 > REGISTERS):
             continue
         for splits, tma in product(range(1, 9), (True, False)):
             if splits > blocks // 2 or (block_m == 256 and not tma):
@@ -95,7 +95,7 @@ def compile_all(configs: Sequence[tuple[Case, Config | Streamed]]) -> dict[Confi
         try:
             kernel = _triton.compile_only(x, w, out, config)
             kernel._init_handles()
-            spills[key] = -1 if kernel.n_spills > 32 else kernel.n_regs
+            spills[key] = -1 if kernel.n_spills > 64 else kernel.n_regs
         except Exception as error:  # a configuration that cannot be built is no candidate
             print(f"{config}: {type(error).__name__} {str(error)[:120]}", flush=True)
             spills[key] = -1

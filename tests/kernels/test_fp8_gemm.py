@@ -28,6 +28,7 @@ STREAMED = [
     Streamed(64, 16, 3, 4, 4, 128, False),
     Streamed(64, 64, 21, 3, 4, 128, False),
     Streamed(128, 128, 2, 3, 8, 168, False),
+    Streamed(256, 128, 3, 3, 8, 168, False),
 ]
 
 
