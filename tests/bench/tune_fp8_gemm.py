@@ -55,14 +55,16 @@ def candidates(case: Case) -> list[Config | Streamed]:
         stage = (block_m + block_n) * 128 + max(block_m, 32) * 4
         tiles, blocks = -(-case.m // block_m) * -(-case.n // block_n), case.k // 128
         registers = min(255, REGISTERS // (resident * (warps + 4) * 32) // 8 * 8)
-        if resident < 4 and (registers * (warps + 4) - 160) // warps >= block_m * block_n * (3 if block_m * block_n > 1 << 14 else 4) // 2 // (warps * 32) + 40:
+        pair = block_m * block_n > 1 << 14
+        needed = block_m * block_n * (3 if pair else 4) // 2 // (warps * 32) + 40  # registers
+        if resident < 4 and (registers * (warps + 4) - 160) // warps >= needed:
             stages = min(10, (SHARED // resident - 3072) // stage)
             splits = {tiles * s for s in range(1, 9) if 0.8 * SMS * resident <= tiles * s <= SMS * resident}
             programs = {SMS * resident, *([SMS] if resident == 2 else []), *splits}
             if stages >= 3:
                 streamed += [Streamed(block_m, block_n, p, stages, warps, registers, swap) for p in sorted(programs) if p <= tiles * blocks]
         stages = min(6, (SHARED // resident - 2048) // stage)
-        if stages < 2 or block_m * block_n > 1 << 14 or (resident > 1 and resident * (block_m * block_n * 2 // (warps * 32) + 40) * warps * 32 > REGISTERS):
+        if stages < 2 or pair or (resident > 1 and resident * needed * warps * 32 > REGISTERS):
             continue
         for splits, tma in product(range(1, 9), (True, False)):
             if splits > blocks // 2 or (block_m == 256 and not tma):
