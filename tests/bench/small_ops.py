@@ -1,6 +1,7 @@
 """K7: the ops of one decode layer between its GEMMs and its attention, in the order of a layer, as one chain of launches.
 
-Every op has inputs of its own, as GEMMs, attention and exchange would have left them; only the gate reads what the op before it wrote.
+Every op has inputs of its own, as GEMMs, attention and exchange would have left them; only the gate reads what the op before it wrote. The
+chain begins where the experts of the layer before end: their combine and this layer's first norm are one op.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from kernels.backend import Backend
-from kernels.combine_reduce import combine_reduce
+from kernels.combine_reduce import combine_add_rms_norm_quant, combine_reduce
 from kernels.latent_store import qkv_norm_rope_store
 from kernels.rms_norm import add_rms_norm_quant
 from kernels.rope import rope_, rotations
@@ -19,6 +20,9 @@ from kernels.silu_mul_quant import silu_mul_quant, silu_mul_quant_masked
 from kernels.topk_gate import gate
 from tests.bench.report import Row
 from tests.kernels.device import DEVICE, FLOAT, generator
+
+CHAIN = ("combine_in_norm", "qkv_norm_rope_store", "q_rope", "post_norm", "gate", "silu", "shared_silu")
+UNFUSED = ("combine_reduce", "in_norm", *CHAIN[1:])
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,12 @@ class Shape:
     page_size: int = 64
 
     def floors_mb(self) -> dict[str, float]:
-        """Megabytes that each op must move; `CHAIN` has the same names."""
+        """Megabytes that each op must move, by the names of `Layer.ops`."""
         m, h, i = self.num_tokens, self.hidden, self.intermediate
         width = self.kv_lora_rank + self.rope_dim
         moved = {
+            "combine_in_norm": m * h * (2 * (self.top_k + 3) + 1),
+            "combine_reduce": m * h * 2 * (self.top_k + 2),
             "in_norm": m * h * 7,
             "qkv_norm_rope_store": m * (2 * (self.q_lora_rank + width) + self.q_lora_rank + 2 * width),
             "q_rope": m * self.num_heads * self.rope_dim * 4,
@@ -55,7 +61,6 @@ class Shape:
             "gate": (m + self.num_experts) * h * 2,
             "silu": self.num_local_experts * self.expert_rows * i * 5,
             "shared_silu": m * i * 5,
-            "combine_reduce": m * h * 2 * (self.top_k + 2),
         }
         return {name: size / 1e6 for name, size in moved.items()}
 
@@ -89,10 +94,13 @@ class Layer:
         return torch.randn(shape, generator=self._random, device=DEVICE).to(FLOAT)
 
     def ops(self) -> dict[str, Callable[[], Any]]:
-        """The ops in a layer's order, by name."""
+        """The ops by name."""
         named = {"eps": 1e-6, "backend": self._backend}
         (x, residual), (attended, total) = self.norms
+        experts = (self.expert_out, self.row_idx, self.topk_weights, self.shared)
         return {
+            "combine_in_norm": partial(combine_add_rms_norm_quant, *experts, residual, self.norm_weights[0], **named),
+            "combine_reduce": partial(combine_reduce, *experts, backend=self._backend),
             "in_norm": partial(add_rms_norm_quant, x, residual, self.norm_weights[0], keep_normed=False, **named),
             "qkv_norm_rope_store": partial(
                 qkv_norm_rope_store, self.qkv, self.q_weight, self.kv_weight, self.rotation, self.pages, self.rows, **named
@@ -102,9 +110,6 @@ class Layer:
             "gate": lambda: self.gate(self.normed),
             "silu": partial(silu_mul_quant_masked, self.gate_up, self.counts, backend=self._backend),
             "shared_silu": partial(silu_mul_quant, self.shared_gate_up, backend=self._backend),
-            "combine_reduce": partial(
-                combine_reduce, self.expert_out, self.row_idx, self.topk_weights, self.shared, backend=self._backend
-            ),
         }
 
     def gate(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,11 +119,11 @@ class Layer:
             backend=self._backend,
         )
 
-    def run(self) -> dict[str, Any]:
-        """All of them, one after the other; the gate reads the second norm."""
-        results: dict[str, Any] = {}
-        for name, op in self.ops().items():
-            results[name] = self.gate(results["post_norm"][1]) if name == "gate" else op()
+    def run(self, names: tuple[str, ...] = CHAIN) -> dict[str, Any]:
+        """These ops, one after the other; the gate reads the second norm."""
+        ops, results = self.ops(), dict[str, Any]()
+        for name in names:
+            results[name] = self.gate(results["post_norm"][1]) if name == "gate" else ops[name]()
         return results
 
 
@@ -133,12 +138,16 @@ def bench() -> Iterator[Row]:
     from kernels.timing import compare_us, num_sets
 
     shape = Shape()
-    floors = shape.floors_mb()
+    floors = {name: size / 4.3 for name, size in shape.floors_mb().items()}
     pages = make_pages(shape)
-    sets = {name: num_sets(int(size * 1e6)) for name, size in floors.items()}
+    sets = {name: num_sets(int(floor * 4.3e6)) for name, floor in floors.items()}
     layers = [Layer(shape, f"layer{i}", pages) for i in range(max(sets.values()))]
-    us = compare_us({"chain": [layer.run for layer in layers[:4]]})["chain"]
-    yield Row("K7", us, "us", "lower", 60.0, 44.0, f"{len(floors)} ops as one chain of launches, floor {sum(floors.values()) / 4.3:.1f} us")
-    for name, size in floors.items():
+    us = compare_us({"fused": [layer.run for layer in layers[:4]], "unfused": [partial(layer.run, UNFUSED) for layer in layers[:4]]})
+    floor = sum(floors[name] for name in CHAIN)
+    yield Row(
+        "K7", us["fused"], "us", "lower", 60.0, 44.0,
+        f"{len(CHAIN)} ops as one chain of launches, floor {floor:.1f} us; with the combine apart from the norm {us['unfused']:.1f}",
+    )
+    for name, floor in floors.items():
         us = compare_us({name: [layer.ops()[name] for layer in layers[: sets[name]]]})[name]
-        yield Row(f"K7-{name}", us, "us", "lower", None, None, f"alone, floor {size / 4.3:.2f} us")
+        yield Row(f"K7-{name}", us, "us", "lower", None, None, f"alone, floor {floor:.2f} us")
