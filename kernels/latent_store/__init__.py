@@ -48,7 +48,7 @@ def qkv_norm_rope_store(
     qkv        [num_tokens, q_lora_rank + kv_lora_rank + rope]  bf16 or fp32, unit stride in the last dimension; q_lora_rank % 128 == 0
     q_weight   [q_lora_rank], kv_weight [kv_lora_rank]          dtype of qkv
     rotation   [num_tokens, rope / 2]                           complex64, contiguous
-    pages      [num_pages, num_layers, page_size, kv_lora_rank + rope]  contiguous, any number of elements
+    pages      [num_pages, num_layers, page_size, kv_lora_rank + rope]  contiguous, dtype of qkv
     rows       [num_tokens] int64                               as in `latent_store`; -1: a padded token, for which nothing is written
     returns    q as `rms_norm_quant` gives it: data [num_tokens, q_lora_rank], scale per_token_128
     """

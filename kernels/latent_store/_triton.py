@@ -6,15 +6,11 @@ import triton.language as tl
 
 from kernels.launch import launch_options
 from kernels.numerics import GROUP, Fp8
-from kernels.quant_fp8._triton import scale_of, to_fp8
-from kernels.rope._triton import rotated
+from kernels.quant_fp8 import _triton_pairs as pairs
+from kernels.rms_norm._triton import normed_pairs, quantise_pairs
+from kernels.rope._triton import load_rotation, rotated
 
 _NUM_WARPS = 4
-
-
-@triton.jit
-def _rms_normed(x, weight, width, eps, dtype: tl.constexpr):
-    return (x * tl.rsqrt(tl.sum(x * x) / width + eps) * weight.to(tl.float32)).to(dtype)
 
 
 @triton.jit
@@ -22,21 +18,23 @@ def _store_entry(
     token, x_ptr, weight_ptr, rotation_ptr, pages_ptr, rows_ptr, kv_rank, rope, eps,
     LATENT: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
 ):
-    column, rope_column = tl.arange(0, LATENT), tl.arange(0, ROPE)[None, :]
-    valid = column < kv_rank
-    weight = tl.load(weight_ptr + column, mask=valid, other=0.0)
+    pair, rope_pair = tl.arange(0, LATENT // 2), tl.arange(0, ROPE // 2)[None, :]
+    valid = pair < kv_rank // 2
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    weight = pairs.load(weight_ptr, pair, valid)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(rows_ptr + token + tl.arange(0, 1))  # of one element: the interpreter's masks of scalars are no masks
-    kept = row >= 0
-    x = tl.load(x_ptr + column, mask=valid, other=0.0).to(tl.float32)
-    key = tl.load(x_ptr + kv_rank + rope_column, mask=rope_column < rope, other=0.0).to(tl.float32)
-    key = rotated(key, rotation_ptr + token * rope, rope, ROPE).to(x_ptr.dtype.element_ty)
-    latent = _rms_normed(x, weight, kv_rank, eps, x_ptr.dtype.element_ty)
+    row = tl.load(rows_ptr + token)
     entry_ptr = pages_ptr + row * (kv_rank + rope)
-    tl.store(entry_ptr + column, latent.to(pages_ptr.dtype.element_ty), mask=valid & kept)
-    tl.store(entry_ptr[None, :] + kv_rank + rope_column, key.to(pages_ptr.dtype.element_ty), mask=(rope_column < rope) & kept[None, :])
+    latent = pairs.load(x_ptr, pair, valid)
+    key = pairs.load(x_ptr + kv_rank, rope_pair, rope_pair < rope // 2)
+    cos, sin = load_rotation(rotation_ptr + token * rope, rope, ROPE)
+    key = rotated(key, cos, sin, dtype)
+    latent = normed_pairs(latent, weight, kv_rank, eps, dtype)
+    if row >= 0:
+        pairs.store(entry_ptr, pair, latent, valid)
+        pairs.store(entry_ptr + kv_rank, rope_pair, key, rope_pair < rope // 2)
 
 
 @triton.jit
@@ -44,20 +42,17 @@ def _quantise_q(
     token, x_ptr, weight_ptr, rows_ptr, q_ptr, scale_ptr, pitch, q_rank, eps, GROUPS: tl.constexpr, PDL: tl.constexpr
 ):
     group = tl.arange(0, GROUPS)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    valid = column < q_rank
-    weight = tl.load(weight_ptr + column, mask=valid, other=0.0)
+    pair = group[:, None] * 64 + tl.arange(0, 64)[None, :]
+    valid = pair < q_rank // 2
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    weight = pairs.load(weight_ptr, pair, valid)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    kept = tl.load(rows_ptr + token + tl.arange(0, 1)) >= 0
-    x = tl.load(x_ptr + column, mask=valid, other=0.0).to(tl.float32)
-    normed = _rms_normed(x, weight, q_rank, eps, x_ptr.dtype.element_ty).to(tl.float32)
-    scale = scale_of(normed, 1)
-    # eight columns a thread, as the loads have: sixteen would move every row through shared memory
-    target = tl.max_contiguous(token * q_rank + column, [1, 8])
-    tl.store(q_ptr + target, to_fp8(normed, scale[:, None]), mask=valid & kept[None, :])
-    tl.store(scale_ptr + group * pitch + token, scale, mask=(group < q_rank // 128) & kept)
+    row = tl.load(rows_ptr + token)
+    normed = normed_pairs(pairs.load(x_ptr, pair, valid), weight, q_rank, eps, dtype)
+    if row >= 0:
+        quantise_pairs(q_ptr, scale_ptr, token, group, pair, normed, valid, q_rank, pitch, dtype)
 
 
 @triton.jit
@@ -111,6 +106,7 @@ def norm_rope_store(
     num_tokens, kv_rank = x.shape[0], kv_weight.shape[0]
     q_rank = 0 if q_weight is None else q_weight.shape[0]
     rope = x.shape[1] - q_rank - kv_rank
+    assert pages.dtype == x.dtype and kv_rank % 2 == 0 and x.stride(0) % 2 == 0, f"{pages.dtype=} {x.dtype=} {x.stride()=}"
     if num_tokens:
         data, scale = (None, None) if q_out is None else q_out
         store_kernel[(num_tokens, 1 if q_weight is None else 2)](

@@ -24,22 +24,36 @@ def scale_of(x, axis: tl.constexpr):
 
 @triton.jit
 def to_fp8(x, scale):
-    """e4m3(x / scale) as the reference rounds it, NaN stays NaN; the shapes broadcast.
+    """e4m3(x / scale) as the reference rounds it, NaN stays NaN; the shapes broadcast."""
+    return round_to_fp8(divided(x, scale, tl.div_rn(1.0, scale)))
 
-    A true division for each scale, then a product and its correction by the remainder, exact in an fma: the quotient of a true division
-    of every element, without its branch.
+
+@triton.jit
+def divided(x, scale, inverse):
+    """x / scale, correctly rounded, from the reciprocal of the scale; the shapes broadcast.
+
+    A product and its correction by the remainder, which is exact in an fma: a true division without its branch. -0 stays -0.
     """
-    inverse = tl.div_rn(1.0, scale)
     quotient = x * inverse
     quotient, scale = tl.broadcast(quotient, scale)
     quotient, inverse = tl.broadcast(quotient, inverse)
-    quotient = tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)  # in this order -0 stays -0
-    return _round_by_hand(quotient) if _INTERPRETING else quotient.to(tl.float8e4nv)
+    return tl.fma(tl.fma(quotient, scale, negative(x)), negative(inverse), quotient)
+
+
+@triton.jit
+def negative(x):
+    """-x, of zeros too (Triton's minus is 0 - x), and free where a product takes it."""
+    return (x.to(tl.int32, bitcast=True) ^ -0x80000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_fp8(x):
+    """The cast of |x| <= 448 or NaN; by hand in the interpreter, whose own loses a mantissa's carry, ties to even and NaN."""
+    return _round_by_hand(x) if _INTERPRETING else x.to(tl.float8e4nv)
 
 
 @triton.jit
 def _round_by_hand(x):
-    """The cast of |x| <= 448 or NaN: Triton's interpreter loses a mantissa's carry, ties to even and NaN."""
     bits, magnitude = x.to(tl.int32, bitcast=True), tl.abs(x)
     normal = (((bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = (magnitude * 512 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000  # 2**23 leaves no bit below the unit 2**-9

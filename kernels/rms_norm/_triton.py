@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.launch import launch_options
 from kernels.numerics import GROUP, empty_fp8
-from kernels.quant_fp8._triton import scale_of, to_fp8
+from kernels.quant_fp8 import _triton_pairs as pairs
 
 
 class Normed(NamedTuple):
@@ -20,36 +20,48 @@ class Normed(NamedTuple):
 
 
 @triton.jit
+def normed_pairs(held, weight, width, eps, dtype: tl.constexpr):
+    """rms_norm of a held row of `width` columns (zeros beyond) times a held weight, held."""
+    even, odd = pairs.widen(held, dtype)
+    root = tl.rsqrt(tl.sum(even * even + odd * odd) / width + eps)
+    weight_even, weight_odd = pairs.widen(weight, dtype)
+    return pairs.hold(even * root * weight_even, odd * root * weight_odd, dtype)
+
+
+@triton.jit
+def quantise_pairs(data_ptr, scale_ptr, row, group, pair, held, mask, hidden, pitch, dtype: tl.constexpr):
+    """Store a held row [groups, 64] as FP8."""
+    even, odd = pairs.widen(held, dtype)
+    scale = pairs.scale_of(even, odd)
+    even, odd = pairs.divide(even, odd, scale)
+    pairs.store_fp8(data_ptr, row * (hidden // 2), pair, even, odd, mask)
+    tl.store(scale_ptr + group * pitch + row, scale, mask=group < hidden // 128)
+
+
+@triton.jit
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, data_ptr, scale_ptr, x_row, residual_row, hidden, pitch, eps,
     ADD: tl.constexpr, KEEP: tl.constexpr, QUANTISE: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):
     """A program norms a row, held as GROUPS (a power of two) runs of 128 columns."""
     group = tl.arange(0, GROUPS)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    valid = column < hidden
-    weight = tl.load(weight_ptr + column, mask=valid, other=0.0)
+    pair = group[:, None] * 64 + tl.arange(0, 64)[None, :]
+    valid = pair < hidden // 2
+    weight = pairs.load(weight_ptr, pair, valid)
     row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    x = tl.load(x_ptr + row * x_row + column, mask=valid, other=0.0).to(tl.float32)
-    target = row * hidden + column
+    x = pairs.load(x_ptr + row * x_row, pair, valid)
     if ADD:
-        x += tl.load(residual_ptr + row * residual_row + column, mask=valid, other=0.0).to(tl.float32)
-        total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + target, total, mask=valid)
-        x = total.to(tl.float32)
-    mean = tl.sum(x * x) / hidden
-    normed = (x * tl.rsqrt(mean + eps) * weight.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        x = pairs.add(x, pairs.load(residual_ptr + row * residual_row, pair, valid), dtype)
+        pairs.store(total_ptr + row * hidden, pair, x, valid)
+    normed = normed_pairs(x, weight, hidden, eps, dtype)
     if KEEP:
-        tl.store(normed_ptr + target, normed, mask=valid)
+        pairs.store(normed_ptr + row * hidden, pair, normed, valid)
     if QUANTISE:
-        normed = normed.to(tl.float32)
-        scale = scale_of(normed, 1)
-        # eight columns a thread, as the bf16 accesses have: sixteen would move every row through shared memory
-        tl.store(data_ptr + tl.max_contiguous(target, [1, 8]), to_fp8(normed, scale[:, None]), mask=valid)
-        tl.store(scale_ptr + group * pitch + row, scale, mask=group < hidden // 128)
+        quantise_pairs(data_ptr, scale_ptr, row, group, pair, normed, valid, hidden, pitch, dtype)
 
 
 def num_warps(rows: int, hidden: int) -> int:
@@ -62,6 +74,7 @@ def norm(
 ) -> Normed:
     """Of total = x + residual (x without a residual): the norm quantised, the norm, and total itself."""
     rows, hidden = x.shape
+    assert hidden % 2 == 0 and x.stride(0) % 2 == 0 and (residual is None or residual.stride(0) % 2 == 0), f"{x.shape=} {x.stride()=}"
     total = None if residual is None else torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     normed = torch.empty((rows, hidden), dtype=x.dtype, device=x.device) if keep_normed else None
     quantised = empty_fp8(rows, hidden, device=x.device) if quantise else None

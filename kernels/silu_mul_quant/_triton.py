@@ -1,7 +1,4 @@
-"""silu(gate) * up -> FP8 on Hopper: memory bound. A unit of work is 1024 columns of one row, for one warp.
-
-A program of one warp needs no barrier for its reductions, and many of them on an SM keep enough loads in flight.
-"""
+"""silu(gate) * up -> FP8 on Hopper: memory bound, and nearly bound by instructions. A unit of work is 1024 columns of one row."""
 
 import torch
 import triton
@@ -9,10 +6,17 @@ import triton.language as tl
 
 from kernels.launch import launch_options
 from kernels.numerics import GROUP, Fp8, empty_fp8
-from kernels.quant_fp8._triton import scale_of, to_fp8
+from kernels.quant_fp8 import _triton_pairs as pairs
 
 _NUM_SMS = 132
-_PROGRAMS_PER_SM = 20
+_PROGRAMS_PER_SM = 32
+_NUM_WARPS = 2
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _silu(gate):
+    return gate * pairs.reciprocal(1.0 + tl.exp2(gate * -_LOG2_E))
 
 
 @triton.jit
@@ -31,37 +35,39 @@ def silu_kernel(
     psum_rows = tl.cumsum(counts)
     units_per_row = tl.cdiv(width, RUNS * 128)
     num_units = tl.sum(counts) * units_per_row
-    inside = tl.arange(0, RUNS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    inside = tl.arange(0, RUNS)[:, None] * 64 + tl.arange(0, 64)[None, :]
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         row = unit // units_per_row
-        first = (unit % units_per_row) * RUNS * 128
+        first = (unit % units_per_row) * RUNS
         before = psum_rows <= row  # groups that end before this row
         group_id = tl.sum(before.to(tl.int32)).to(tl.int64)
         row = (row - tl.sum(tl.where(before, counts, 0))).to(tl.int64)
-        column = first + inside
-        valid = column < width
-        gate_ptr = x_ptr + group_id * x_group + row * x_row + column
-        gate = tl.load(gate_ptr, mask=valid, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptr + width, mask=valid, other=0.0).to(tl.float32)
-        root = tl.rsqrt(1.0 + tl.exp2(gate * -1.4426950408889634))
-        product = gate * (root * root) * up
-        scale = scale_of(product, 1)
-        # eight columns a thread, so that loads stay 16 bytes apart from lane to lane
-        target = tl.max_contiguous((group_id * max_m + row) * width + column, [1, 8])
-        tl.store(data_ptr + target, to_fp8(product, scale[:, None]), mask=valid)
-        run = first // 128 + tl.arange(0, RUNS)
+        pair = first * 64 + inside
+        valid = pair < width // 2
+        gate_ptr = x_ptr + group_id * x_group + row * x_row
+        gate, up = pairs.load(gate_ptr, pair, valid), pairs.load(gate_ptr + width, pair, valid)
+        tl.debug_barrier()  # or the compiler, to save registers, asks for the last columns when the first have come
+        gate_even, gate_odd = pairs.widen(gate, dtype)
+        up_even, up_odd = pairs.widen(up, dtype)
+        even, odd = _silu(gate_even) * up_even, _silu(gate_odd) * up_odd
+        scale = pairs.scale_of(even, odd)
+        inverse = pairs.reciprocal(scale)[:, None]
+        pairs.store_fp8(data_ptr, (group_id * max_m + row) * (width // 2), pair, even * inverse, odd * inverse, valid)
+        run = first + tl.arange(0, RUNS)
         tl.store(scale_ptr + (group_id * (width // 128) + run) * pitch + row, scale, mask=run < width // 128)
 
 
 def silu_mul_quant(gate_up: torch.Tensor, num_rows: torch.Tensor | None) -> Fp8:
     """See kernels.silu_mul_quant.silu_mul_quant_masked."""
     groups, max_m, width = gate_up.shape[0], gate_up.shape[1], gate_up.shape[2] // 2
+    assert gate_up.stride(0) % 2 == 0 and gate_up.stride(1) % 2 == 0, f"{gate_up.stride()=}"
     out = empty_fp8(groups, max_m, width, device=gate_up.device)
     if out.data.numel():
         runs = min(8, triton.next_power_of_2(width // GROUP))
         most = groups * max_m * triton.cdiv(width, runs * GROUP)
         silu_kernel[(min(most, _NUM_SMS * _PROGRAMS_PER_SM),)](
             gate_up, num_rows, *out, groups, max_m, width, gate_up.stride(0), gate_up.stride(1), out.scale.stride(-1),
-            GROUPS=triton.next_power_of_2(groups), COUNTED=num_rows is not None, RUNS=runs, num_warps=1, **launch_options(),
+            GROUPS=triton.next_power_of_2(groups), COUNTED=num_rows is not None, RUNS=runs, num_warps=_NUM_WARPS, **launch_options(),
         )
     return out
