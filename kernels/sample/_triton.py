@@ -7,14 +7,16 @@ two best lie nearer than the error, the second kernel repeats the few tiles in q
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.backend import interpreting
 from kernels.sample import GREEDY_BELOW, Sampled, SampleRows
 from kernels.sample._triton_finish import finish_kernel
-from kernels.sample._triton_noise import best_of, fast_gumbel, sum_exp, tile_uniform
+from kernels.sample._triton_noise import fast_best_of, fast_noise, sum_exp, tile_bits
 
 _BLOCK = 64  # ids whose largest logit is kept for top-k
 MAX_CANDIDATES = 2048
+FINISH_WARPS = 8
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 
 
@@ -24,7 +26,9 @@ def _scan_kernel(
     best_ptr, id_ptr, second_ptr, max_ptr, sum_ptr, raw_max_ptr, raw_sum_ptr, block_max_ptr, vocab, row_stride, NUM_TILES: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, LOGPROBS: tl.constexpr, HAS_ACTIVE: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """best, id, second, max, sum, raw_max, raw_sum [rows, NUM_TILES]; block_max [rows, NUM_TILES * TILE / BLOCK] of rows with top-k."""
+    """best, id of rows without filters, second too if they sample; max, block_max of rows with filters, sum too if they have top-p."""
+    if ON_GPU:
+        gdc_launch_dependents()
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     active = (tl.load(active_ptr + row) != 0) if HAS_ACTIVE else True
     if active:
@@ -37,32 +41,32 @@ def _scan_kernel(
             tl.store(raw_max_ptr + place, raw_max)
             tl.store(raw_sum_ptr + place, sum_exp(x, raw_max))
         if temperature < _GREEDY_BELOW:
-            best, best_id, second = best_of(x, ids)
+            best = tl.max(x)
             tl.store(best_ptr + place, best)
-            tl.store(id_ptr + place, best_id)
-        elif (top_k > 0) & (top_k < vocab):
+            tl.store(id_ptr + place, tl.min(tl.where(x == best, ids, 0x7FFFFFFF)))
+        elif ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (tl.load(min_p_ptr + row) > 0.0):
             block_max = tl.max(tl.reshape(tl.where(x != x, float("inf"), x), [TILE // BLOCK, BLOCK]), 1)
+            largest = tl.max(block_max)
             block_max = tl.math.div_rn(block_max, tl.zeros_like(block_max) + temperature)  # as good as the largest of the quotients
             tl.store(block_max_ptr + place * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK), block_max)
-            tl.store(max_ptr + place, tl.max(block_max))
+            tl.store(max_ptr + place, tl.math.div_rn(largest, temperature))
+            if top_p < 1.0:
+                base = tl.where(largest == -float("inf"), 0.0, largest)
+                tl.store(sum_ptr + place, tl.sum(tl.exp2((x - base) * (1.4426950408889634 / temperature))))
         else:
-            scaled = x / temperature
-            u = tile_uniform(tl.load(seed_ptr + row), tl.load(choice_ptr + row), tl.load(position_ptr + row), tile * TILE, TILE)
-            best, best_id, second = best_of(scaled + fast_gumbel(u, ON_GPU), ids)
+            bits = tile_bits(tl.load(seed_ptr + row), tl.load(choice_ptr + row), tl.load(position_ptr + row), tile * TILE, TILE)
+            scores = x * (1.4426950408889634 / temperature) + fast_noise(bits, ON_GPU)
+            best, best_id, second = fast_best_of(scores, ids, ON_GPU)
             tl.store(best_ptr + place, best)
             tl.store(id_ptr + place, best_id)
             tl.store(second_ptr + place, second)
-            if (top_p < 1.0) | (tl.load(min_p_ptr + row) > 0.0):
-                scaled_max = tl.math.div_rn(tl.max(x), temperature)
-                tl.store(max_ptr + place, scaled_max)
-                tl.store(sum_ptr + place, sum_exp(scaled, scaled_max))
 
 
 def choose_tile(vocab: int) -> int:
-    return min(4096, max(_BLOCK, triton.next_power_of_2(vocab)))
+    return min(2048, max(_BLOCK, triton.next_power_of_2(vocab)))
 
 
-def sample_triton(logits: torch.Tensor, rows: SampleRows, logprobs: bool, tile: int | None = None, num_warps: int = 8) -> Sampled:
+def sample_triton(logits: torch.Tensor, rows: SampleRows, logprobs: bool, tile: int | None = None, num_warps: int = 4) -> Sampled:
     num_rows, vocab = logits.shape
     tile = tile or choose_tile(vocab)
     num_tiles, on_gpu = triton.cdiv(vocab, tile), not interpreting()
@@ -85,6 +89,6 @@ def sample_triton(logits: torch.Tensor, rows: SampleRows, logprobs: bool, tile: 
     finish_kernel[(num_rows,)](
         logits, *columns, *partials, block_max, blocks, candidates, token_ids, chosen, vocab, logits.stride(0), **sizes,
         NUM_TILES_P=triton.next_power_of_2(num_tiles), NUM_BLOCKS_P=triton.next_power_of_2(num_blocks),
-        MAX_CANDIDATES=max_candidates, num_warps=8,
+        MAX_CANDIDATES=max_candidates, num_warps=FINISH_WARPS, **({"launch_pdl": True} if on_gpu else {}),
     )  # fmt: skip
     return Sampled(token_ids, chosen)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from kernels.backend import interpreting
 from kernels.sample import MAX_TOP_LOGPROBS, Accepted
-from kernels.sample._triton_noise import exact_gumbel, fast_gumbel, ordered, sum_exp, tile_uniform, value_of
+from kernels.sample._triton_noise import exact_gumbel, fast_noise, ordered, sum_exp, tile_bits, value_of
 
 _KEPT = triton.next_power_of_2(MAX_TOP_LOGPROBS)
 TILE = 2048
@@ -108,33 +108,33 @@ def accept_drafts_triton(draft_ids: torch.Tensor, target_ids: torch.Tensor, num_
 
 
 @triton.jit
-def _noise_kernel(seed_ptr, choice_ptr, position_ptr, uniform_ptr, fast_ptr, exact_ptr, num_ids, TILE: tl.constexpr, ON_GPU: tl.constexpr):
+def _noise_kernel(seed_ptr, choice_ptr, position_ptr, bits_ptr, fast_ptr, exact_ptr, num_ids, TILE: tl.constexpr, ON_GPU: tl.constexpr):
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ids = tile * TILE + tl.arange(0, TILE)
-    u = tile_uniform(tl.load(seed_ptr + row), tl.load(choice_ptr + row), tl.load(position_ptr + row), tile * TILE, TILE)
-    tl.store(uniform_ptr + row * num_ids + ids, u, mask=ids < num_ids)
-    tl.store(fast_ptr + row * num_ids + ids, fast_gumbel(u, ON_GPU), mask=ids < num_ids)
-    tl.store(exact_ptr + row * num_ids + ids, exact_gumbel(u), mask=ids < num_ids)
+    bits = tile_bits(tl.load(seed_ptr + row), tl.load(choice_ptr + row), tl.load(position_ptr + row), tile * TILE, TILE)
+    tl.store(bits_ptr + row * num_ids + ids, bits.to(tl.int64), mask=ids < num_ids)
+    tl.store(fast_ptr + row * num_ids + ids, fast_noise(bits, ON_GPU), mask=ids < num_ids)
+    tl.store(exact_ptr + row * num_ids + ids, exact_gumbel(bits), mask=ids < num_ids)
 
 
 def noise_triton(seed: torch.Tensor, choice: torch.Tensor, position: torch.Tensor, num_ids: int) -> tuple[torch.Tensor, ...]:
-    """u, fast noise and exact noise [rows, num_ids] as the sampler computes them: for tests."""
-    out = tuple(torch.empty((len(seed), num_ids), dtype=torch.float32, device=seed.device) for _ in range(3))
+    """Bits (int64), fast noise and exact noise [rows, num_ids] as the sampler computes them: for tests."""
+    out = tuple(torch.empty((len(seed), num_ids), dtype=t, device=seed.device) for t in (torch.int64, torch.float32, torch.float32))
     grid = (triton.cdiv(num_ids, 1024), len(seed))
     _noise_kernel[grid](seed, choice, position, *out, num_ids, TILE=1024, ON_GPU=not interpreting())
     return out
 
 
 @triton.jit
-def _gumbel_kernel(u_ptr, fast_ptr, exact_ptr, size, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
+def _noise_of_bits_kernel(bits_ptr, fast_ptr, exact_ptr, size, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    u = tl.load(u_ptr + place, mask=place < size, other=0.5)
-    tl.store(fast_ptr + place, fast_gumbel(u, ON_GPU), mask=place < size)
-    tl.store(exact_ptr + place, exact_gumbel(u), mask=place < size)
+    bits = tl.load(bits_ptr + place, mask=place < size, other=0).to(tl.uint32)
+    tl.store(fast_ptr + place, fast_noise(bits, ON_GPU), mask=place < size)
+    tl.store(exact_ptr + place, exact_gumbel(bits), mask=place < size)
 
 
-def gumbel_of_triton(u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fast and exact noise of given u [n]: for tests."""
-    fast, exact = torch.empty_like(u), torch.empty_like(u)
-    _gumbel_kernel[(triton.cdiv(len(u), 1024),)](u, fast, exact, len(u), BLOCK=1024, ON_GPU=not interpreting())
+def noise_of_bits_triton(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fast and exact noise of given bits [n] int64: for tests."""
+    fast, exact = (torch.empty(len(bits), dtype=torch.float32, device=bits.device) for _ in range(2))
+    _noise_of_bits_kernel[(triton.cdiv(len(bits), 1024),)](bits, fast, exact, len(bits), BLOCK=1024, ON_GPU=not interpreting())
     return fast, exact

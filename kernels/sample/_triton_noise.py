@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-_LN2 = tl.constexpr(0.6931471805599453)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_TWO_32 = tl.constexpr(4294967296.0)
 
 
 @triton.jit
@@ -18,6 +19,12 @@ def ordered(x):
 def value_of(ordered_bits):
     """The inverse of `ordered`."""
     return tl.where(ordered_bits < 0, ordered_bits ^ 0x7FFFFFFF, ordered_bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def keys_of(values, ids):
+    """Distinct int64 keys: larger for a higher value and, of equal ones, for the lower id."""
+    return (ordered(values).to(tl.int64) << 32) | (ids ^ 0x7FFFFFFF)
 
 
 @triton.jit
@@ -43,29 +50,30 @@ def philox_words(seed, choice, position, block):
 
 
 @triton.jit
-def tile_uniform(seed, choice, position, first, TILE: tl.constexpr):
-    """u of the ids first .. first + TILE - 1 (first a multiple of 4), [TILE] fp32: bit for bit as `noise.uniform`."""
+def tile_bits(seed, choice, position, first, TILE: tl.constexpr):
+    """Bits of the ids first .. first + TILE - 1 (first a multiple of 4), [TILE] u32."""
     w0, w1, w2, w3 = philox_words(seed, choice, position, first // 4 + tl.arange(0, TILE // 4))
-    return _uniform(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE]))
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE])
 
 
 @triton.jit
-def id_uniform(seed, choice, position, ids):
-    """u of scattered ids, one Philox block each."""
+def id_bits(seed, choice, position, ids):
+    """Bits of scattered ids, one Philox block each."""
     w0, w1, w2, w3 = philox_words(seed, choice, position, ids // 4)
     word = ids % 4
-    return _uniform(tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)))
+    return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
 
 
 @triton.jit
 def _uniform(bits):
-    return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994039535522)
+    """u times 2^32, bit for bit as `noise.uniform` but for that power of two."""
+    return tl.minimum(bits.to(tl.float32) + 0.5, 4294967040.0)
 
 
 @triton.jit
-def exact_gumbel(u):
+def exact_gumbel(bits):
     """-log(-log1p(-u)) with both logarithms rounded from fp64; 1 - u is exact there, since u is a multiple of 2^-33."""
-    exponential = (-tl.log(1.0 - u.to(tl.float64))).to(tl.float32)
+    exponential = (-tl.log(1.0 - _uniform(bits).to(tl.float64) / _TWO_32)).to(tl.float32)
     return (-tl.log(exponential.to(tl.float64))).to(tl.float32)
 
 
@@ -76,10 +84,23 @@ def _log2(x, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def fast_gumbel(u, ON_GPU: tl.constexpr):
-    """-log(-log1p(-u)) within 4e-5: the series where 1 - u would lose u, lg2.approx elsewhere."""
-    exponential = tl.where(u < 0.015625, u * (1.0 + u * (0.5 + u * 0.33333333)), _log2(1.0 - u, ON_GPU) * -_LN2)
-    return _log2(exponential, ON_GPU) * -_LN2
+def fast_noise(bits, ON_GPU: tl.constexpr):
+    """(Gumbel noise + log(ln 2)) / ln 2 within 6e-5: in these units both logarithms are lg2.approx. A series where 1 - u would lose u."""
+    u = _uniform(bits)
+    series = u * (3.35903615e-10 + u * (3.91043274e-20 + u * 6.06979048e-30))
+    return -_log2(tl.where(u < 67108864.0, series, -_log2(1.0 - u * 2.3283064365386963e-10, ON_GPU)), ON_GPU)
+
+
+@triton.jit
+def fast_scores(values, bits, ON_GPU: tl.constexpr):
+    """Scores in the units of `fast_noise`, which keep the order of values + noise."""
+    return values * _LOG2_E + fast_noise(bits, ON_GPU)
+
+
+@triton.jit
+def is_near(best, second):
+    """Whether fast scores cannot tell the two apart: noise is off by 6e-5 at most, value / temperature by 2^-22 of itself."""
+    return second >= best - (1.5e-4 + 1e-6 * tl.abs(best))
 
 
 @triton.jit
@@ -98,6 +119,16 @@ def best_of(scores, ids):
 
 
 @triton.jit
-def is_near(best, second):
-    """Whether fast noise cannot tell the two scores apart: its error is below 4e-5, that of logits / temperature 2^-22 of them."""
-    return second >= best - (1e-4 + 1e-6 * tl.abs(best))
+def _better(best_a, second_a, id_a, best_b, second_b, id_b):
+    second = tl.maximum(tl.maximum(second_a, second_b), tl.minimum(best_a, best_b))
+    return tl.maximum(best_a, best_b), second, tl.where(best_a > best_b, id_a, id_b)
+
+
+@triton.jit
+def fast_best_of(scores, ids, ON_GPU: tl.constexpr):
+    """`best_of` in one reduction; of equal scores, which are near ones, and among NaN any id."""
+    if ON_GPU:
+        best, second, best_id = tl.reduce((scores, tl.full(scores.shape, -float("inf"), tl.float32), ids), 0, _better)
+    else:
+        best, best_id, second = best_of(scores, ids)
+    return best, best_id, second

@@ -36,7 +36,7 @@ def choose_config(num_tokens: int, num_experts: int, hidden: int) -> Config:
     return Config(block_m, block_n, 64, num_splits, 6 if block_n <= 64 else 4, 4, num_tokens <= 512)
 
 
-_MAX_STREAMS = 16
+_MAX_STREAMS = 72  # torch has 65 a device
 _MAX_ROW_BLOCKS = 132
 _counters: dict[torch.device, torch.Tensor] = {}
 _streams: dict[torch.device, list[int]] = {}
@@ -137,7 +137,7 @@ def _choose(
     idx, weights = _empty(num_tokens, num_experts, bias, rule, planes.device)
     if num_tokens > 0:
         topk_gate_kernel[(num_tokens,)](
-            planes, bias, idx, weights, num_tokens, planes.stride(1), planes.stride(0), rule.scale, num_splits, SORT=sort, PDL=pdl, BLOCK_T=1,
-            **_options(num_experts, bias, rule), num_warps=1, **({"launch_pdl": True} if pdl else {}),
+            planes, bias, idx, weights, num_tokens, planes.stride(1), planes.stride(0), rule.scale, num_splits, PDL=pdl, BLOCK_T=1,
+            **_options(num_experts, bias, rule), SORT=sort, num_warps=1, **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return idx, weights

@@ -123,7 +123,8 @@ def gate_kernel(
     K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr, TOP_K_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
     NUM_BEST: tl.constexpr, SIZE: tl.constexpr, SIZE_P: tl.constexpr, GROUPS_P: tl.constexpr, SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, SORT: tl.constexpr, BLOCK_T: tl.constexpr, GEMM: tl.constexpr, CHOOSE: tl.constexpr,
+    NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, SORT: tl.constexpr, BLOCK_T: tl.constexpr, GEMM: tl.constexpr,
+    CHOOSE: tl.constexpr,
 ):  # fmt: skip
     """GEMM and CHOOSE both: one cooperative launch, in which the programs of a block of rows wait for each other in between."""
     members = tl.num_programs(1) * NUM_SPLITS  # programs of a block of rows

@@ -1,0 +1,114 @@
+"""Filters settled by passes of one program over its whole row: for rows whose candidates are too many, and for scores too near to tell."""
+
+import triton
+import triton.language as tl
+
+from kernels.sample._triton_noise import best_of, exact_gumbel, fast_scores, is_near, keys_of, ordered, tile_bits, value_of
+
+_LOWEST = tl.constexpr(-(2**63))
+_MASKED_ID = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def scaled(row_ptr, ids, vocab, temperature):
+    x = tl.load(row_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+    return tl.math.div_rn(x, tl.zeros_like(x) + temperature)
+
+
+@triton.jit
+def _count_and_mass(row_ptr, tile_max_ptr, pivot, largest, vocab, temperature, NUM_TILES: tl.constexpr, TILE: tl.constexpr):
+    """Of the tokens with keys above `pivot`: how many, and the sum of exp(value - largest)."""
+    counts, masses = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.float32)
+    pivot_value = value_of((pivot >> 32).to(tl.int32))
+    for tile in range(NUM_TILES):
+        if not (tl.load(tile_max_ptr + tile) < pivot_value):
+            ids = tile * TILE + tl.arange(0, TILE)
+            values = scaled(row_ptr, ids, vocab, temperature)
+            above = (keys_of(values, ids) > pivot) & (ids < vocab)
+            counts += above.to(tl.int32)
+            masses += tl.where(above, tl.exp(values - largest), 0.0)
+    return tl.sum(counts), tl.sum(masses)
+
+
+@triton.jit
+def _best_by_fast_noise(
+    row_ptr, floor, seed, choice, position, vocab, temperature, NUM_TILES: tl.constexpr, TILE: tl.constexpr, ON_GPU: tl.constexpr
+):
+    """(best score, its id, second best score) of the tokens with keys above `floor`."""
+    best, best_id, second = -float("inf"), _MASKED_ID, -float("inf")
+    for tile in range(NUM_TILES):
+        ids = tile * TILE + tl.arange(0, TILE)
+        values = scaled(row_ptr, ids, vocab, temperature)
+        alive = (keys_of(values, ids) > floor) & (ids < vocab)
+        if tl.max(alive.to(tl.int32)) > 0:
+            scores = fast_scores(values, tile_bits(seed, choice, position, tile * TILE, TILE), ON_GPU)
+            tile_best, tile_id, tile_second = best_of(tl.where(alive, scores, -float("inf")), tl.where(alive, ids, _MASKED_ID))
+            second = tl.maximum(tl.maximum(second, tile_second), tl.minimum(best, tile_best))
+            best_id = tl.where((tile_best > best) | (best_id == _MASKED_ID), tile_id, best_id)
+            best = tl.maximum(best, tile_best)
+    return best, best_id, second
+
+
+@triton.jit
+def _best_by_exact_noise(
+    row_ptr, tile_best_ptr, least, floor, seed, choice, position, vocab, temperature,
+    NUM_TILES: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Id of the best token with a key above `floor`; tiles whose fast best score is below `least` are left out."""
+    best, best_id = -float("inf"), _MASKED_ID
+    for part in range(NUM_TILES * TILE // PART):
+        if not (tl.load(tile_best_ptr + part * PART // TILE) < least):
+            ids = part * PART + tl.arange(0, PART)
+            values = scaled(row_ptr, ids, vocab, temperature)
+            alive = (keys_of(values, ids) > floor) & (ids < vocab)
+            scores = values + exact_gumbel(tile_bits(seed, choice, position, part * PART, PART))
+            part_best, part_id, _ = best_of(tl.where(alive, scores, -float("inf")), tl.where(alive, ids, _MASKED_ID))
+            best_id = tl.where((part_best > best) | (best_id == _MASKED_ID), part_id, best_id)
+            best = tl.maximum(best, part_best)
+    return best_id
+
+
+@triton.jit
+def settle_by_passes(
+    row_ptr, tile_best_ptr, tile_max_ptr, best, best_id, second, floor, top_p, total, largest, seed, choice, position, vocab, temperature,
+    NUM_TILES: tl.constexpr, TILE: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """The best token with a key above `floor` that top-p keeps; best_id < 0: no best score is known yet."""
+    PART: tl.constexpr = TILE if TILE < 1024 else 1024
+    token, settled = best_id, False
+    known = best_id >= 0
+    while not settled:
+        if not known:
+            best, token, second = _best_by_fast_noise(row_ptr, floor, seed, choice, position, vocab, temperature, NUM_TILES, TILE, ON_GPU)
+        if is_near(best, second):
+            # Only while the tiles' best scores are those of the scan do they say which tiles matter
+            least = tl.where(known, best - (1.5e-4 + 1e-6 * tl.abs(best)), -float("inf"))
+            token = _best_by_exact_noise(
+                row_ptr, tile_best_ptr, least, floor, seed, choice, position, vocab, temperature, NUM_TILES, TILE, PART
+            )
+        value = tl.load(row_ptr + token).to(tl.float32)
+        key = keys_of(tl.math.div_rn(value, temperature), token)
+        settled = key > floor
+        if settled & (top_p < 1.0):
+            count, mass = _count_and_mass(row_ptr, tile_max_ptr, key, largest, vocab, temperature, NUM_TILES, TILE)
+            settled = (count == 0) | (not (mass >= top_p * total))
+            if not settled:
+                floor = key
+        known = False
+    return token
+
+
+@triton.jit
+def kth_key_by_passes(row_ptr, tile_max_ptr, k, largest, vocab, temperature, NUM_TILES: tl.constexpr, TILE: tl.constexpr):
+    """The k-th largest key of the row, less 1; and the mass above that."""
+    low, high = tl.full([], _LOWEST, tl.int64), (ordered(largest).to(tl.int64) + 1) << 32
+    count, mass = 0, 0.0
+    while (high > low + 1) & (count != k):
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        count, mass = _count_and_mass(row_ptr, tile_max_ptr, middle, largest, vocab, temperature, NUM_TILES, TILE)
+        if count >= k:
+            low = middle
+        else:
+            high = middle
+    count, mass = _count_and_mass(row_ptr, tile_max_ptr, low, largest, vocab, temperature, NUM_TILES, TILE)
+    return low, mass
