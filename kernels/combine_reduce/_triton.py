@@ -32,13 +32,14 @@ def _sum(rows_ptr, row_idx_ptr, weights_ptr, shared_ptr, pair, valid, rows_row, 
 
 @triton.jit
 def combine_kernel(
-    rows_ptr, row_idx_ptr, weights_ptr, shared_ptr, out_ptr, hidden, num_blocks, rows_row, shared_row,
-    SHARED: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    rows_ptr, row_idx_ptr, weights_ptr, shared_ptr, out_ptr, rows_row, shared_row,
+    HIDDEN: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """A program sums BLOCK columns of one token."""
-    token = (tl.program_id(0) // num_blocks).to(tl.int64)
-    pair = (tl.program_id(0) % num_blocks) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    valid = pair < hidden // 2
+    BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    pair = (tl.program_id(0) % BLOCKS) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    valid = pair < HIDDEN // 2
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -46,20 +47,20 @@ def combine_kernel(
         rows_ptr, row_idx_ptr + token * TOP_K, weights_ptr + token * TOP_K, shared_ptr + token * shared_row if SHARED else None,
         pair, valid, rows_row, SHARED, TOP_K,
     )
-    pairs.store(out_ptr + token * hidden, pair, pairs.hold(even, odd, out_ptr.dtype.element_ty), valid)
+    pairs.store(out_ptr + token * HIDDEN, pair, pairs.hold(even, odd, out_ptr.dtype.element_ty), valid)
 
 
 @triton.jit
 def combine_norm_kernel(
     rows_ptr, row_idx_ptr, weights_ptr, shared_ptr, residual_ptr, norm_ptr, total_ptr, data_ptr, scale_ptr,
-    hidden, pitch, rows_row, shared_row, residual_row, eps,
-    SHARED: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    pitch, rows_row, shared_row, residual_row, eps,
+    HIDDEN: tl.constexpr, SHARED: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):
     """A program takes one token, held as GROUPS (a power of two) runs of 128 columns."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     pair = group[:, None] * 64 + tl.arange(0, 64)[None, :]
-    valid = pair < hidden // 2
+    valid = pair < HIDDEN // 2
     weight = pairs.load(norm_ptr, pair, valid)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     if PDL:
@@ -71,9 +72,9 @@ def combine_norm_kernel(
         pair, valid, rows_row, SHARED, TOP_K,
     )
     total = pairs.add(pairs.hold(even, odd, dtype), residual, dtype)
-    pairs.store(total_ptr + token * hidden, pair, total, valid)
-    normed = normed_pairs(total, weight, hidden, eps, dtype)
-    quantise_pairs(data_ptr, scale_ptr, token, group, pair, normed, valid, hidden, pitch, dtype)
+    pairs.store(total_ptr + token * HIDDEN, pair, total, valid)
+    normed = normed_pairs(total, weight, HIDDEN, eps, dtype)
+    quantise_pairs(data_ptr, scale_ptr, token, group, pair, normed, valid, pitch, HIDDEN, dtype)
 
 
 def combine_reduce(
@@ -86,10 +87,9 @@ def combine_reduce(
     out = torch.empty((num_tokens, hidden), dtype=rows.dtype, device=rows.device)
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(hidden))
-        num_blocks = triton.cdiv(hidden, block)
-        combine_kernel[(num_tokens * num_blocks,)](
-            rows, row_idx, topk_weights, shared, out, hidden, num_blocks, rows.stride(0), 0 if shared is None else shared.stride(0),
-            SHARED=shared is not None, TOP_K=top_k, BLOCK=block, num_warps=_NUM_WARPS, **launch_options(),
+        combine_kernel[(num_tokens * triton.cdiv(hidden, block),)](
+            rows, row_idx, topk_weights, shared, out, rows.stride(0), 0 if shared is None else shared.stride(0),
+            HIDDEN=hidden, SHARED=shared is not None, TOP_K=top_k, BLOCK=block, num_warps=_NUM_WARPS, **launch_options(),
         )
     return out
 
@@ -106,8 +106,8 @@ def combine_norm_quant(
     out = empty_fp8(num_tokens, hidden, device=rows.device)
     if total.numel():
         combine_norm_kernel[(num_tokens,)](
-            rows, row_idx, topk_weights, shared, residual, weight, total, *out, hidden, out.scale.stride(1), rows.stride(0),
-            0 if shared is None else shared.stride(0), residual.stride(0), eps, SHARED=shared is not None, TOP_K=top_k,
+            rows, row_idx, topk_weights, shared, residual, weight, total, *out, out.scale.stride(1), rows.stride(0),
+            0 if shared is None else shared.stride(0), residual.stride(0), eps, HIDDEN=hidden, SHARED=shared is not None, TOP_K=top_k,
             GROUPS=triton.next_power_of_2(hidden // GROUP), num_warps=max(1, min(8, hidden // 768)), maxnreg=128,
             **launch_options(),
         )

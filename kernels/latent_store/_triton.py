@@ -15,59 +15,60 @@ _NUM_WARPS = 4
 
 @triton.jit
 def _store_entry(
-    token, x_ptr, weight_ptr, rotation_ptr, pages_ptr, rows_ptr, kv_rank, rope, eps,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    token, x_ptr, weight_ptr, rotation_ptr, pages_ptr, rows_ptr, eps,
+    KV_RANK: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
 ):
     pair, rope_pair = tl.arange(0, LATENT // 2), tl.arange(0, ROPE // 2)[None, :]
-    valid = pair < kv_rank // 2
+    valid = pair < KV_RANK // 2
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weight = pairs.load(weight_ptr, pair, valid)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.load(rows_ptr + token)
-    entry_ptr = pages_ptr + row * (kv_rank + rope)
+    entry_ptr = pages_ptr + row * (KV_RANK + WIDTH)
     latent = pairs.load(x_ptr, pair, valid)
-    key = pairs.load(x_ptr + kv_rank, rope_pair, rope_pair < rope // 2)
-    cos, sin = load_rotation(rotation_ptr + token * rope, rope, ROPE)
+    key = pairs.load(x_ptr + KV_RANK, rope_pair, rope_pair < WIDTH // 2)
+    cos, sin = load_rotation(rotation_ptr + token * WIDTH, WIDTH, ROPE)
     key = rotated(key, cos, sin, dtype)
-    latent = normed_pairs(latent, weight, kv_rank, eps, dtype)
+    latent = normed_pairs(latent, weight, KV_RANK, eps, dtype)
     if row >= 0:
         pairs.store(entry_ptr, pair, latent, valid)
-        pairs.store(entry_ptr + kv_rank, rope_pair, key, rope_pair < rope // 2)
+        pairs.store(entry_ptr + KV_RANK, rope_pair, key, rope_pair < WIDTH // 2)
 
 
 @triton.jit
 def _quantise_q(
-    token, x_ptr, weight_ptr, rows_ptr, q_ptr, scale_ptr, pitch, q_rank, eps, GROUPS: tl.constexpr, PDL: tl.constexpr
+    token, x_ptr, weight_ptr, rows_ptr, q_ptr, scale_ptr, pitch, eps, Q_RANK: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
 ):
     group = tl.arange(0, GROUPS)
     pair = group[:, None] * 64 + tl.arange(0, 64)[None, :]
-    valid = pair < q_rank // 2
+    valid = pair < Q_RANK // 2
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weight = pairs.load(weight_ptr, pair, valid)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.load(rows_ptr + token)
-    normed = normed_pairs(pairs.load(x_ptr, pair, valid), weight, q_rank, eps, dtype)
+    normed = normed_pairs(pairs.load(x_ptr, pair, valid), weight, Q_RANK, eps, dtype)
     if row >= 0:
-        quantise_pairs(q_ptr, scale_ptr, token, group, pair, normed, valid, q_rank, pitch, dtype)
+        quantise_pairs(q_ptr, scale_ptr, token, group, pair, normed, valid, pitch, Q_RANK, dtype)
 
 
 @triton.jit
 def store_kernel(
-    x_ptr, q_weight_ptr, kv_weight_ptr, rotation_ptr, pages_ptr, rows_ptr, q_ptr, scale_ptr, x_row, pitch, q_rank, kv_rank, rope, eps,
-    HAS_Q: tl.constexpr, GROUPS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, q_weight_ptr, kv_weight_ptr, rotation_ptr, pages_ptr, rows_ptr, q_ptr, scale_ptr, x_row, pitch, eps,
+    Q_RANK: tl.constexpr, KV_RANK: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (token, 0) norms the latent, rotates the key and stores both, (token, 1) norms and quantises q."""
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_row
     if tl.program_id(1) == 0:
-        _store_entry(token, x_ptr + q_rank, kv_weight_ptr, rotation_ptr, pages_ptr, rows_ptr, kv_rank, rope, eps, LATENT, ROPE, PDL)
+        _store_entry(token, x_ptr + Q_RANK, kv_weight_ptr, rotation_ptr, pages_ptr, rows_ptr, eps, KV_RANK, WIDTH, LATENT, ROPE, PDL)
     else:
-        if HAS_Q:
-            _quantise_q(token, x_ptr, q_weight_ptr, rows_ptr, q_ptr, scale_ptr, pitch, q_rank, eps, GROUPS, PDL)
+        if Q_RANK > 0:
+            _quantise_q(token, x_ptr, q_weight_ptr, rows_ptr, q_ptr, scale_ptr, pitch, eps, Q_RANK, GROUPS, PDL)
 
 
 @triton.jit
@@ -111,7 +112,8 @@ def norm_rope_store(
         data, scale = (None, None) if q_out is None else q_out
         store_kernel[(num_tokens, 1 if q_weight is None else 2)](
             x, q_weight, kv_weight, torch.view_as_real(rotation), pages, rows, data, scale, x.stride(0),
-            0 if scale is None else scale.stride(1), q_rank, kv_rank, rope, eps,
-            HAS_Q=q_weight is not None, GROUPS=triton.next_power_of_2(max(1, q_rank // GROUP)), LATENT=triton.next_power_of_2(kv_rank),
+            0 if scale is None else scale.stride(1), eps,
+            Q_RANK=q_rank, KV_RANK=kv_rank, WIDTH=rope,
+            GROUPS=triton.next_power_of_2(max(1, q_rank // GROUP)), LATENT=triton.next_power_of_2(kv_rank),
             ROPE=triton.next_power_of_2(rope), num_warps=_NUM_WARPS, **launch_options(),
         )

@@ -20,33 +20,33 @@ class Normed(NamedTuple):
 
 
 @triton.jit
-def normed_pairs(held, weight, width, eps, dtype: tl.constexpr):
-    """rms_norm of a held row of `width` columns (zeros beyond) times a held weight, held."""
+def normed_pairs(held, weight, WIDTH: tl.constexpr, eps, dtype: tl.constexpr):
+    """rms_norm of a held row of WIDTH columns (zeros beyond) times a held weight, held."""
     even, odd = pairs.widen(held, dtype)
-    root = tl.rsqrt(tl.sum(even * even + odd * odd) / width + eps)
+    root = tl.rsqrt(tl.sum(even * even + odd * odd) * (1.0 / WIDTH) + eps)
     weight_even, weight_odd = pairs.widen(weight, dtype)
     return pairs.hold(even * root * weight_even, odd * root * weight_odd, dtype)
 
 
 @triton.jit
-def quantise_pairs(data_ptr, scale_ptr, row, group, pair, held, mask, hidden, pitch, dtype: tl.constexpr):
+def quantise_pairs(data_ptr, scale_ptr, row, group, pair, held, mask, pitch, HIDDEN: tl.constexpr, dtype: tl.constexpr):
     """Store a held row [groups, 64] as FP8."""
     even, odd = pairs.widen(held, dtype)
     scale = pairs.scale_of(even, odd)
     even, odd = pairs.divide(even, odd, scale)
-    pairs.store_fp8(data_ptr, row * (hidden // 2), pair, even, odd, mask)
-    tl.store(scale_ptr + group * pitch + row, scale, mask=group < hidden // 128)
+    pairs.store_fp8(data_ptr, row * (HIDDEN // 2), pair, even, odd, mask)
+    tl.store(scale_ptr + group * pitch + row, scale, mask=group < HIDDEN // 128)
 
 
 @triton.jit
 def norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, data_ptr, scale_ptr, x_row, residual_row, hidden, pitch, eps,
-    ADD: tl.constexpr, KEEP: tl.constexpr, QUANTISE: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, data_ptr, scale_ptr, x_row, residual_row, pitch, eps,
+    HIDDEN: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, QUANTISE: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):
     """A program norms a row, held as GROUPS (a power of two) runs of 128 columns."""
     group = tl.arange(0, GROUPS)
     pair = group[:, None] * 64 + tl.arange(0, 64)[None, :]
-    valid = pair < hidden // 2
+    valid = pair < HIDDEN // 2
     weight = pairs.load(weight_ptr, pair, valid)
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -56,12 +56,12 @@ def norm_kernel(
     x = pairs.load(x_ptr + row * x_row, pair, valid)
     if ADD:
         x = pairs.add(x, pairs.load(residual_ptr + row * residual_row, pair, valid), dtype)
-        pairs.store(total_ptr + row * hidden, pair, x, valid)
-    normed = normed_pairs(x, weight, hidden, eps, dtype)
+        pairs.store(total_ptr + row * HIDDEN, pair, x, valid)
+    normed = normed_pairs(x, weight, HIDDEN, eps, dtype)
     if KEEP:
-        pairs.store(normed_ptr + row * hidden, pair, normed, valid)
+        pairs.store(normed_ptr + row * HIDDEN, pair, normed, valid)
     if QUANTISE:
-        quantise_pairs(data_ptr, scale_ptr, row, group, pair, normed, valid, hidden, pitch, dtype)
+        quantise_pairs(data_ptr, scale_ptr, row, group, pair, normed, valid, pitch, HIDDEN, dtype)
 
 
 def num_warps(rows: int, hidden: int) -> int:
@@ -81,8 +81,8 @@ def norm(
     if rows:
         data, scale = (None, None) if quantised is None else quantised
         norm_kernel[(rows,)](
-            x, residual, weight, total, normed, data, scale, x.stride(0), 0 if residual is None else residual.stride(0), hidden,
-            0 if scale is None else scale.stride(1), eps, ADD=residual is not None, KEEP=keep_normed, QUANTISE=quantise,
+            x, residual, weight, total, normed, data, scale, x.stride(0), 0 if residual is None else residual.stride(0),
+            0 if scale is None else scale.stride(1), eps, HIDDEN=hidden, ADD=residual is not None, KEEP=keep_normed, QUANTISE=quantise,
             GROUPS=triton.next_power_of_2(triton.cdiv(hidden, GROUP)), num_warps=num_warps(rows, hidden), **launch_options(),
         )
     return Normed(quantised, normed, total)

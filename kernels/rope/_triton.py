@@ -9,10 +9,10 @@ from kernels.quant_fp8 import _triton_pairs as pairs
 
 
 @triton.jit
-def load_rotation(rotation_ptr, rope, ROPE: tl.constexpr):
-    """cos and sin [1, ROPE / 2] of one token's `rope` / 2 angles."""
+def load_rotation(rotation_ptr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
+    """cos and sin [1, ROPE / 2] of one token's WIDTH / 2 angles."""
     index = tl.arange(0, ROPE)
-    return tl.split(tl.reshape(tl.load(rotation_ptr + index, mask=index < rope, other=0.0), (1, ROPE // 2, 2)))
+    return tl.split(tl.reshape(tl.load(rotation_ptr + index, mask=index < WIDTH, other=0.0), (1, ROPE // 2, 2)))
 
 
 @triton.jit
@@ -24,20 +24,21 @@ def rotated(held, cos, sin, dtype: tl.constexpr):
 
 @triton.jit
 def rope_kernel(
-    x_ptr, rotation_ptr, out_ptr, num_heads, num_blocks, rope, x_row, x_head, out_row, out_head,
-    HEADS: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, rotation_ptr, out_ptr, x_row, x_head, out_row, out_head,
+    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A program rotates HEADS heads of one token; ROPE >= rope, both powers of two."""
-    row = (tl.program_id(0) // num_blocks).to(tl.int64)
-    head = (tl.program_id(0) % num_blocks) * HEADS + tl.arange(0, HEADS)[:, None]
+    """A program rotates HEADS heads of one token; ROPE >= WIDTH, both powers of two."""
+    BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head = (tl.program_id(0) % BLOCKS) * HEADS + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, ROPE // 2)[None, :]
-    valid = (head < num_heads) & (pair < rope // 2)
+    valid = (head < NUM_HEADS) & (pair < WIDTH // 2)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x = pairs.load(x_ptr + row * x_row, head * (x_head // 2) + pair, valid)
-    cos, sin = load_rotation(rotation_ptr + row * rope, rope, ROPE)
+    cos, sin = load_rotation(rotation_ptr + row * WIDTH, WIDTH, ROPE)
     tl.debug_barrier()  # or the compiler, to save registers, asks for the last rows when the first have come
     pairs.store(out_ptr + row * out_row, head * (out_head // 2) + pair, rotated(x, cos, sin, dtype), valid)
 
@@ -48,8 +49,7 @@ def rope(x: torch.Tensor, rotation: torch.Tensor, out: torch.Tensor) -> None:
     if x.numel():
         padded = triton.next_power_of_2(rope_dim)
         heads = min(triton.next_power_of_2(num_heads), 64)
-        num_blocks = triton.cdiv(num_heads, heads)
-        rope_kernel[(rows * num_blocks,)](
-            x, torch.view_as_real(rotation), out, num_heads, num_blocks, rope_dim, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-            HEADS=heads, ROPE=padded, num_warps=max(1, heads * padded // 1024), **launch_options(),
+        rope_kernel[(rows * triton.cdiv(num_heads, heads),)](
+            x, torch.view_as_real(rotation), out, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+            NUM_HEADS=num_heads, WIDTH=rope_dim, HEADS=heads, ROPE=padded, num_warps=max(1, heads * padded // 1024), **launch_options(),
         )
