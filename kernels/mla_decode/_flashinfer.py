@@ -5,6 +5,7 @@ import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
 from kernels.mla_decode import Lengths, MlaDecodeShape, PageTables, PlanLimits
+from kernels.mla_decode._schedule import equal_shares
 from kernels.mla_decode._tables import DeviceArrays, flat_pages, psum, to_ints
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; partial results need 34 MB of it
@@ -24,6 +25,7 @@ class FlashInferMlaDecode:
         self._limits = limits
         self._indices = DeviceArrays(device, [limits.max_pages if limits else 1 << 14], fixed=limits is not None)
         self._planned = torch.cuda.Event()
+        self._staging: torch.Tensor | None = None
 
     def plan(self, pages: torch.Tensor, page_tables: PageTables, kv_lens: Lengths, q_lens: Lengths | None = None) -> None:
         assert pages.dtype == torch.bfloat16 and pages.shape[3] == self._shape.width and pages.stride(3) == 1, f"{pages.shape=}"
@@ -51,7 +53,25 @@ class FlashInferMlaDecode:
             torch.bfloat16,
             torch.bfloat16,
         )
+        self._balance(q, kv, counts)
         self._planned.record()
+
+    def _balance(self, q: np.ndarray, kv: np.ndarray, pages: np.ndarray) -> None:
+        """Replace FlashInfer's work list by ours where that pays; both lie at the offsets that its plan tells (MLAPlanInfo)."""
+        tiles, clusters, *offsets = map(int, self._wrapper._plan_info)
+        work = equal_shares(
+            q, kv, pages, num_heads=self._shape.num_heads, num_clusters=clusters, rows=64 * tiles, num_sms=clusters * tiles
+        )
+        if work is None:
+            return
+        offsets = [offset // 4 for offset in offsets[:14]]
+        used = offsets[13] + len(work.work_indptr)
+        if self._staging is None:
+            self._staging = torch.zeros(self._wrapper._int_workspace_buffer.numel() // 4, dtype=torch.int32, pin_memory=True)
+        host = self._staging.numpy()
+        for offset, column in zip(offsets, work, strict=True):
+            host[offset : offset + len(column)] = column
+        self._wrapper._int_workspace_buffer.view(torch.int32)[:used].copy_(self._staging[:used], non_blocking=True)
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         rank = self._shape.kv_lora_rank

@@ -3,11 +3,13 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.backend import BackendError
 from kernels.mla_decode import MlaDecode, MlaDecodeShape, PlanLimits, create_mla_decode, why_not_flashinfer
+from kernels.mla_decode._schedule import equal_shares
 from kernels.numerics import relative_error
 from kernels.timing import compare_us
 from tests.bench.report import Row
@@ -228,6 +230,40 @@ def test_rejects_what_the_contract_excludes() -> None:
     with pytest.raises(BackendError, match="kv_lora_rank 512"):
         create_mla_decode(SHAPE, backend="flashinfer", device_type="cuda", dtype=torch.bfloat16)
     assert "bfloat16" in why_not_flashinfer(V3, torch.float32) and not why_not_flashinfer(V3, torch.bfloat16)
+
+
+@pytest.mark.parametrize("heads,clusters,rows", [(128, 66, 128), (64, 132, 64), (20, 132, 64)])
+@pytest.mark.parametrize("lengths", ["equal", "uneven"])
+def test_equal_shares_cover_every_entry_once(heads: int, clusters: int, rows: int, lengths: str) -> None:
+    """Every tile of a request's rows has all its KV, its partial results their own memory, merged by somebody; nobody works long."""
+    kv = np.array([5000] * 60 if lengths == "equal" else [0, 1, *range(100, 9000, 150), 2], dtype=np.int32)
+    q, pages = np.full(len(kv), 1 if lengths == "uneven" else 2, dtype=np.int32), -(-kv // 64)
+    work = equal_shares(q, kv, pages, num_heads=heads, num_clusters=clusters, rows=rows, num_sms=132)
+    assert work is not None
+    cluster = np.repeat(np.arange(clusters), np.diff(work.work_indptr))
+    load = np.bincount(cluster, weights=work.kv_end - work.kv_start, minlength=clusters)
+    tiles = -(-int(q[0]) * heads // rows)
+    assert load.max() < 1.06 * kv.sum() / (clusters // tiles)
+    merged = [range(a, b) for a, b in zip(work.merge_packed_offset_start, work.merge_packed_offset_end, strict=True)]
+    rows_merged, partial_rows, rows_split = sorted(row for span in merged for row in span), set[int](), list[int]()
+    for request in range(len(kv)):
+        for tile in range(0, int(q[request]) * heads, rows):
+            items = np.flatnonzero((work.q_indptr == q[:request].sum()) & (work.q_start == tile))
+            items = items[np.argsort(work.kv_start[items])]
+            assert (work.kv_indptr[items] == pages[:request].sum()).all() and (work.kv_len[items] == kv[request]).all()
+            begins, ends, partial = work.kv_start[items], work.kv_end[items], work.partial_indptr[items]
+            assert begins[0] == 0 and ends[-1] == kv[request] and (begins[1:] == ends[:-1]).all() and (begins % 64 == 0).all()
+            height = min(rows, int(q[request]) * heads - tile)
+            assert partial[0] == -1 if len(items) == 1 else (np.diff(partial) == height).all()
+            if len(items) > 1:
+                rows_split += range(int(q[:request].sum()) * heads + tile, int(q[:request].sum()) * heads + tile + height)
+                mine = set(range(partial[0], partial[-1] + height))
+                assert not mine & partial_rows
+                partial_rows |= mine
+                at = np.flatnonzero(work.merge_packed_offset_start == rows_split[-height])[0]
+                assert work.merge_partial_packed_offset_start[at] == partial[0] and work.merge_partial_stride[at] == height
+                assert work.merge_partial_packed_offset_end[at] == partial[-1] + height
+    assert rows_merged == sorted(rows_split) and max(partial_rows) < 2 * clusters * rows
 
 
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
