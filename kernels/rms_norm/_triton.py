@@ -64,9 +64,9 @@ def norm_kernel(
         quantise_pairs(data_ptr, scale_ptr, row, group, pair, normed, valid, pitch, HIDDEN, dtype)
 
 
-def num_warps(rows: int, hidden: int) -> int:
-    """Warps of a program."""
-    return max(1, min(8, triton.next_power_of_2(hidden) // 1024))
+def num_warps(groups: int) -> int:
+    """Two accesses of 16 bytes a thread and tensor: fastest at every number of rows."""
+    return max(1, min(16, groups // 4))
 
 
 def norm(
@@ -80,9 +80,10 @@ def norm(
     quantised = empty_fp8(rows, hidden, device=x.device) if quantise else None
     if rows:
         data, scale = (None, None) if quantised is None else quantised
+        groups = triton.next_power_of_2(triton.cdiv(hidden, GROUP))
         norm_kernel[(rows,)](
             x, residual, weight, total, normed, data, scale, x.stride(0), 0 if residual is None else residual.stride(0),
             0 if scale is None else scale.stride(1), eps, HIDDEN=hidden, ADD=residual is not None, KEEP=keep_normed, QUANTISE=quantise,
-            GROUPS=triton.next_power_of_2(triton.cdiv(hidden, GROUP)), num_warps=num_warps(rows, hidden), **launch_options(),
+            GROUPS=groups, num_warps=num_warps(groups), **launch_options(),
         )
     return Normed(quantised, normed, total)

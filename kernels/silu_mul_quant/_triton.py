@@ -9,8 +9,7 @@ from kernels.numerics import GROUP, Fp8, empty_fp8
 from kernels.quant_fp8 import _triton_pairs as pairs
 
 _NUM_SMS = 132
-_PROGRAMS_PER_SM = 32
-_NUM_WARPS = 2
+_PROGRAMS_PER_SM = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -72,6 +71,6 @@ def silu_mul_quant(gate_up: torch.Tensor, num_rows: torch.Tensor | None) -> Fp8:
         silu_kernel[(min(most, _NUM_SMS * _PROGRAMS_PER_SM),)](
             gate_up, num_rows, *out, groups, max_m, gate_up.stride(0), gate_up.stride(1), out.scale.stride(-1),
             WIDTH=width, GROUPS=triton.next_power_of_2(groups), COUNTED=num_rows is not None, RUNS=runs,
-            num_warps=_NUM_WARPS, **launch_options(),
+            num_warps=max(1, runs // 2), **launch_options(),
         )
     return out

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.numerics import dequantise_tokens, relative_error
+from kernels.numerics import FP8, dequantise_tokens, relative_error
 from kernels.quant_fp8 import quant_fp8
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from tests.bench.report import Row
@@ -163,14 +163,16 @@ def test_rejects_wrong_shapes() -> None:
 
 
 def bench_rms_norm() -> Iterator[Row]:
-    """Against FlashInfer's norms, which do not quantise; the fused ones against the bandwidth."""
-    from flashinfer.norm import fused_add_rmsnorm, rmsnorm
+    """Against FlashInfer's norms, of which one quantises, with one scale that it is given."""
+    from flashinfer.norm import fused_add_rmsnorm, fused_add_rmsnorm_quant, rmsnorm
 
-    from kernels.timing import cold_us, compare_us, num_sets
+    from kernels.timing import compare_us, num_sets
 
+    one = torch.ones(1, device="cuda")
     for rows, hidden in ((256, 7168), (4096, 7168), (256, 1536)):
         weight = torch.randn(hidden, dtype=torch.bfloat16, device="cuda")
         sets = [torch.randn(2, rows, hidden, dtype=torch.bfloat16, device="cuda") for _ in range(num_sets(rows * hidden * 4))]
+        outs = [torch.empty(rows, hidden, dtype=FP8, device="cuda") for _ in sets]
         expected = rms_norm(sets[0][0].double(), weight.double(), eps=1e-6, backend="reference")
         assert relative_error(rms_norm(sets[0][0], weight, eps=1e-6, backend="triton"), expected) < 1e-2
         us = compare_us({
@@ -184,10 +186,14 @@ def bench_rms_norm() -> Iterator[Row]:
         })
         yield _against(f"add_rms_norm-{rows}x{hidden}", "FlashInfer fused_add_rmsnorm, in place,", us, rows * hidden * 8)
         for keep in (False, True):
-            us = cold_us([lambda s=s, w=weight, k=keep: add_rms_norm_quant(s[0], s[1], w, eps=1e-6, keep_normed=k) for s in sets])
-            size = rows * hidden * (9 if keep else 7)
-            name = f"add_rms_norm_quant{'-normed' if keep else ''}-{rows}x{hidden}"
-            yield Row(name, us, "us", "lower", None, None, f"cold L2, floor {size / 4.3e6:.1f} us")
+            us = compare_us({
+                "ours": [lambda s=s, w=weight, k=keep: add_rms_norm_quant(s[0], s[1], w, eps=1e-6, keep_normed=k) for s in sets],
+                "flashinfer": [
+                    lambda s=s, q=q, w=weight: fused_add_rmsnorm_quant(q, s[0], s[1], w, one, 1e-6) for s, q in zip(sets, outs, strict=True)
+                ],
+            })
+            peer = "FlashInfer fused_add_rmsnorm_quant, one given scale for all," + (" normed rows not kept," if keep else "")
+            yield _against(f"add_rms_norm_quant{'-normed' if keep else ''}-{rows}x{hidden}", peer, us, rows * hidden * (9 if keep else 7))
 
 
 def _against(name: str, peer: str, us: dict[str, float], size: int) -> Row:
