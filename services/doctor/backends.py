@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +21,18 @@ class Choice:
     others: tuple[str, ...]  # those after it, taken only when asked for by name
 
 
-def ops() -> dict[str, dict[str, object]]:
-    """Every op under `kernels` with its table of implementations, best first."""
-    found: dict[str, dict[str, object]] = {}
+_TABLE = "IMPLEMENTATIONS"
+
+
+def ops() -> dict[str, Mapping[str, object]]:
+    """Every op under `kernels` with its table of implementations, best first. A page's other tables (`ADD_QUANT_IMPLEMENTATIONS`)
+    are its op's variants (`rms_norm, add quant`)."""
+    found: dict[str, Mapping[str, object]] = {}
     for module in pkgutil.iter_modules(kernels.__path__):
-        table = getattr(importlib.import_module(f"kernels.{module.name}"), "IMPLEMENTATIONS", None)
-        if table is not None:
-            found[module.name] = table
+        page = importlib.import_module(f"kernels.{module.name}")
+        for name in sorted((name for name in vars(page) if name.endswith(_TABLE)), key=len):
+            variant = name.removesuffix(_TABLE).strip("_").lower().replace("_", " ")
+            found[f"{module.name}, {variant}" if variant else module.name] = getattr(page, name)
     return found
 
 
