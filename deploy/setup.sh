@@ -20,7 +20,7 @@ command -v "$PYTHON" >/dev/null || fail "$PYTHON is not installed; install Pytho
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || fail "$PYTHON has no venv module; install it (Debian, Ubuntu: apt install python3-venv)"
 [ -w . ] || fail "$PWD cannot be written, but .venv is created here; work in a copy of the tree that can"
 free_mb=$(df -Pm . | awk 'NR==2 {print $4}')
-[ "$free_mb" -gt 4000 ] || fail "only $free_mb MB are free here, but 4000 MB are needed (about 2000 stay in use); free some space"
+[ "$free_mb" -gt 5000 ] || fail "only $free_mb MB are free here, but 5000 MB are needed (about 3000 stay in use); free some space"
 
 [ -x "$VENV/bin/python" ] || { step "creating $VENV with $("$PYTHON" --version)"; "$PYTHON" -m venv "$VENV"; }
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -44,7 +44,7 @@ elif ! "$VENV/bin/python" -c "import torch, sys; sys.exit(torch.__version__.spli
   install "$TORCH" || fail "installing $TORCH failed; see the lines above"
 fi
 
-step "3/3 everything else (about 150 MB)"
+step "3/3 everything else (about 350 MB)"
 "$VENV/bin/python" - $EXTRAS <<'EOF' > "$VENV/requirements.txt"
 import sys
 import tomllib
