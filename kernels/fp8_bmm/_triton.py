@@ -16,24 +16,41 @@ _INTERPRETING = tl.constexpr(interpreting())
 
 
 @triton.jit
-def _widen(w, dtype: tl.constexpr):
-    """e4m3 (never NaN) as `dtype`, exactly. To bf16 by hand: the compiler's cast takes four times as long, by way of fp16.
+def _widen(w, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    """e4m3 (never NaN) as `dtype`, exactly. To bf16 by hand: the compiler's cast goes by way of fp16 and takes four times as long.
 
-    An e4m3's bits are those of a bf16 that is 2**120 times smaller, subnormals too.
+    An e4m3's bits are those of a bf16 that is 2**120 times smaller, subnormals too: sign, four zeros, exponent and mantissa. A byte
+    above the next one's sign eight times over, shifted as a signed number, brings every bit to its place. PAIRS where threads hold
+    two neighbours, not four.
     """
     if _INTERPRETING:
         return w.to(dtype)
+    if PAIRS:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x, up;
+            cvt.u32.u16 x, $1;
+            prmt.b32 x, x, 0, 0x1800;
+            shr.s32 x, x, 4;
+            and.b32 x, x, 0x87f087f0;
+            mov.b32 up, 0x7b807b80;
+            mul.rn.bf16x2 $0, x, up;
+            }""",
+            "=r,h",
+            [w],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 low, high, x, y, up;
-        prmt.b32 low, $2, 0, 0x1404;
-        prmt.b32 high, $2, 0, 0x3424;
-        shr.u32 x, low, 4;
-        shr.u32 y, high, 4;
-        and.b32 x, x, 0x07f007f0;
-        and.b32 y, y, 0x07f007f0;
-        lop3.b32 x, low, 0x80008000, x, 0xea;
-        lop3.b32 y, high, 0x80008000, y, 0xea;
+        .reg .b32 x, y, up;
+        prmt.b32 x, $2, 0, 0x1800;
+        prmt.b32 y, $2, 0, 0x3a22;
+        shr.s32 x, x, 4;
+        shr.s32 y, y, 4;
+        and.b32 x, x, 0x87f087f0;
+        and.b32 y, y, 0x87f087f0;
         mov.b32 up, 0x7b807b80;
         mul.rn.bf16x2 $0, x, up;
         mul.rn.bf16x2 $1, y, up;
@@ -82,9 +99,9 @@ def fp8_bmm_kernel(
         else:
             scale = tl.load(scales + block, mask=n < N, other=0.0)[None, :]
         if SWAP:
-            acc += tl.dot(_widen(w, x.dtype), x.T) * scale
+            acc += tl.dot(_widen(w, x.dtype, SWAP), x.T) * scale
         else:
-            acc += tl.dot(x, _widen(w, x.dtype).T) * scale
+            acc += tl.dot(x, _widen(w, x.dtype, SWAP).T) * scale
     if SWAP:
         acc = acc.T
     out_tile = out_ptr + head * out_stride_b + m_long[:, None] * out_stride_m + n[None, :]
@@ -124,7 +141,7 @@ def fp8_bmm_tma_kernel(
         w = w_desc.load([head * N + n_tile * BLOCK_N, block * GROUP])
         scale = tl.load(w_scale_ptr + (head * (N // GROUP) + n_tile * BLOCK_N // GROUP) * blocks + block)
         acc *= last / scale  # the sum in units of this block's scale: one accumulator does, and the weights stay exact
-        acc = tl.dot(_widen(w, x.dtype), x.T, acc) if SWAP else tl.dot(x, _widen(w, x.dtype).T, acc)
+        acc = tl.dot(_widen(w, x.dtype, SWAP), x.T, acc) if SWAP else tl.dot(x, _widen(w, x.dtype, SWAP).T, acc)
         last = scale
         if block == blocks - 1:
             result = (acc.T if SWAP else acc) * scale
@@ -160,7 +177,7 @@ def fp8_bmm_deep_kernel(
         w = w_desc.load([head * N + n_tile * BLOCK_N, k])
         scale = tl.load(scales + k // GROUP)
         acc *= last / scale  # the sum in units of this block's scale: one accumulator does, and the weights stay exact
-        acc = tl.dot(_widen(w, x.dtype), x.T, acc) if SWAP else tl.dot(x, _widen(w, x.dtype).T, acc)
+        acc = tl.dot(_widen(w, x.dtype, SWAP), x.T, acc) if SWAP else tl.dot(x, _widen(w, x.dtype, SWAP).T, acc)
         last = scale
     result = (acc.T if SWAP else acc) * last
     if QUANT:
@@ -174,29 +191,34 @@ def fp8_bmm_deep_kernel(
 @triton.jit
 def fp8_bmm_wide_kernel(
     x_desc, w_desc, w_scale_ptr, out_desc, rows, x_stride_b, out_stride_b,
-    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """k = 128: a program keeps its rows of one head and passes all of the head's weights by them."""
+    """k = 128: a program keeps its rows of one head and passes WIDTH rows of the head's weights by them."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     m_tiles = tl.cdiv(rows, BLOCK_M)
-    m, head = tl.program_id(0) % m_tiles * BLOCK_M, tl.program_id(0) // m_tiles
+    m, rest = tl.program_id(0) % m_tiles * BLOCK_M, tl.program_id(0) // m_tiles
+    first, head = rest % (N // WIDTH) * WIDTH, rest // (N // WIDTH)
     x = x_desc.load([m, head * x_stride_b])
-    for n in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+    for n in tl.range(first, first + WIDTH, BLOCK_N, num_stages=STAGES):
         w = w_desc.load([head * N + n, 0])
         scale = tl.load(w_scale_ptr + head * (N // 128) + n // 128)
-        acc = tl.dot(_widen(w, x.dtype), x.T).T if SWAP else tl.dot(x, _widen(w, x.dtype).T)
+        acc = tl.dot(_widen(w, x.dtype, SWAP), x.T).T if SWAP else tl.dot(x, _widen(w, x.dtype, SWAP).T)
         out_desc.store([m, head * out_stride_b + n], (acc * scale).to(out_desc.dtype))
 
 
 def choose_config(m: int, n: int, k: int, quant: bool) -> dict[str, int | bool | str]:
-    """Kernel, tile and warps."""
-    block_m = 128 if m > 64 else 64 if m > 32 else 32 if m > 16 else 16
-    warps = 8 if block_m == 128 else 4
-    if k == GROUP and not quant:
-        return {"KIND": "wide", "BLOCK_M": block_m, "BLOCK_N": 128, "SWAP": False, "STAGES": 2, "num_warps": warps}
-    return {"KIND": "deep", "BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 128, "SWAP": False, "STAGES": 3, "num_warps": warps}
+    """Kernel, tile and warps, as measured at 128 heads, 128 -> 512 and 512 -> 128."""
+    block_m = 64 if m > 32 else 32 if m > 16 else 16
+    if m > 64 and k == GROUP and not quant:
+        return {"KIND": "wide", "BLOCK_M": 128, "BLOCK_N": 128, "WIDTH": n, "SWAP": True, "STAGES": 3, "num_warps": 8}
+    if m > 64:
+        return {"KIND": "deep", "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "SWAP": False, "STAGES": 3, "num_warps": 8}
+    if m > 32 and k > GROUP:
+        return {"KIND": "deep", "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 128, "SWAP": False, "STAGES": 3, "num_warps": 4}
+    return {"KIND": "plain", "BLOCK_M": block_m, "BLOCK_N": 128, "SWAP": False, "STAGES": 3, "num_warps": 8 if k > GROUP else 4}
 
 
 def launch(x: torch.Tensor, w: Fp8, out: torch.Tensor, out_scale: torch.Tensor | None, config: dict | None = None) -> None:
@@ -211,6 +233,7 @@ def launch(x: torch.Tensor, w: Fp8, out: torch.Tensor, out_scale: torch.Tensor |
     assert out_scale is None or block_n == GROUP
     if kind == "plain" or n % block_n or not _tma_reads(x) or not _tma_reads(out):
         shared.pop("BLOCK_K", None)
+        shared.pop("WIDTH", None)
         fp8_bmm_kernel[(m_tiles * n_tiles * batch,)](
             x, w.data, w.scale, out, out_scale, rows, x.stride(0), x.stride(1), out.stride(0), out.stride(1), pitch, **shared
         )
@@ -220,7 +243,9 @@ def launch(x: torch.Tensor, w: Fp8, out: torch.Tensor, out_scale: torch.Tensor |
     out_desc = TensorDescriptor(out, [rows, (batch - 1) * out.stride(1) + n], [out.stride(0), 1], [block_m, block_n])
     if kind == "wide":
         del shared["K"], shared["QUANT"]
-        fp8_bmm_wide_kernel[(m_tiles * batch,)](x_desc, w_desc, w.scale, out_desc, rows, x.stride(1), out.stride(1), **shared)
+        fp8_bmm_wide_kernel[(m_tiles * (n // config["WIDTH"]) * batch,)](
+            x_desc, w_desc, w.scale, out_desc, rows, x.stride(1), out.stride(1), **shared
+        )
     elif kind == "deep":
         grid = (m_tiles * n_tiles * batch,)
         fp8_bmm_deep_kernel[grid](x_desc, w_desc, w.scale, out_desc, out_scale, rows, x.stride(1), out.stride(1), pitch, **shared)

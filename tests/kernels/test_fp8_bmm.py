@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.fp8_bmm import fp8_bmm, fp8_bmm_quant, split_fp8_kv_b
-from kernels.numerics import FP8_MAX, GROUP, Fp8, dequantise_blocks, dequantise_tokens, relative_error
+from kernels.numerics import FP8, FP8_MAX, GROUP, Fp8, dequantise_blocks, dequantise_tokens, relative_error
 from kernels.quant_fp8 import quant_fp8_block
 from tests.bench.report import Row
 from tests.kernels.device import DEVICE, FLOAT, ON_GPU, generator, skip_unless_available
@@ -22,8 +22,8 @@ CONFIGS = [
     {"KIND": "deep", "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 128, "SWAP": False, "STAGES": 3, "num_warps": 8},
     {"KIND": "tma", "BLOCK_M": 64, "BLOCK_N": 128, "SWAP": False, "STAGES": 2, "num_warps": 4, "PER_SM": 1},
     {"KIND": "tma", "BLOCK_M": 32, "BLOCK_N": 64, "SWAP": True, "STAGES": 2, "num_warps": 4, "PER_SM": 2},
-    {"KIND": "wide", "BLOCK_M": 64, "BLOCK_N": 128, "SWAP": False, "STAGES": 2, "num_warps": 4},
-    {"KIND": "wide", "BLOCK_M": 64, "BLOCK_N": 64, "SWAP": True, "STAGES": 2, "num_warps": 4},
+    {"KIND": "wide", "BLOCK_M": 64, "BLOCK_N": 128, "WIDTH": 256, "SWAP": False, "STAGES": 2, "num_warps": 4},
+    {"KIND": "wide", "BLOCK_M": 64, "BLOCK_N": 64, "WIDTH": 128, "SWAP": True, "STAGES": 2, "num_warps": 4},
 ]
 
 
@@ -82,6 +82,21 @@ def test_quantised_result(backend: str, shape: tuple[int, int, int, int]) -> Non
     assert relative_error(got.scale, scale) < (1e-2 if ON_GPU else 1e-5)
     assert relative_error(dequantise_tokens(got), whole) < 3e-2  # e4m3 has three bits
     assert relative_error(dequantise_tokens(got), dequantise_tokens(reference)) < 1e-2
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_weight_that_fp8_has_is_exact(config: dict[str, int | bool | str]) -> None:
+    """x picks one weight a row."""
+    skip_unless_available("triton", FLOAT)
+    from kernels.fp8_bmm._triton import launch
+
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(FP8)
+    codes = torch.where(codes.float().isnan(), torch.zeros(256, device=DEVICE), codes.float()).view(2, 128)
+    w = Fp8(codes.repeat(1, 128, 1).view(1, 256, 128).to(FP8), torch.ones(1, 2, 1, device=DEVICE))
+    x = torch.eye(128, dtype=FLOAT, device=DEVICE).unsqueeze(1)
+    out = poisoned(128, 1, 256)
+    launch(x, w, out, None, config)
+    assert torch.equal(out[:, 0].float(), w.data[0].float().T)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
