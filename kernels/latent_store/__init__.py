@@ -75,7 +75,7 @@ def _check(
     rope = x.shape[1] - q_lora_rank - kv_weight.shape[0]
     assert rope % 2 == 0 and rotation.shape == (x.shape[0], rope // 2) and rotation.is_contiguous(), f"{x.shape=} {rotation.shape=}"
     assert pages.is_contiguous() and pages.shape[-1] == kv_weight.shape[0] + rope, f"{pages.shape=} {x.shape=}"
-    assert rows.shape == x.shape[:1] and rows.dtype == torch.int64, f"{rows=}"
+    assert rows.shape == x.shape[:1] and rows.dtype == torch.int64 and pages.dtype == x.dtype, f"{rows=} {pages.dtype=} {x.dtype=}"
 
 
 def latent_store_reference(latent: torch.Tensor, key_rope: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:

@@ -107,7 +107,7 @@ def norm_rope_store(
     num_tokens, kv_rank = x.shape[0], kv_weight.shape[0]
     q_rank = 0 if q_weight is None else q_weight.shape[0]
     rope = x.shape[1] - q_rank - kv_rank
-    assert pages.dtype == x.dtype and kv_rank % 2 == 0 and x.stride(0) % 2 == 0, f"{pages.dtype=} {x.dtype=} {x.stride()=}"
+    assert kv_rank % 2 == 0 and x.stride(0) % 2 == 0, f"{kv_rank=} {x.stride()=}"
     if num_tokens:
         data, scale = (None, None) if q_out is None else q_out
         store_kernel[(num_tokens, 1 if q_weight is None else 2)](

@@ -142,11 +142,13 @@ def bench() -> Iterator[Row]:
     pages = make_pages(shape)
     sets = {name: num_sets(int(floor * 4.3e6)) for name, floor in floors.items()}
     layers = [Layer(shape, f"layer{i}", pages) for i in range(max(sets.values()))]
-    us = compare_us({"fused": [layer.run for layer in layers[:4]], "unfused": [partial(layer.run, UNFUSED) for layer in layers[:4]]})
+    chains = {"fused": CHAIN, "unfused": UNFUSED, "no_q_rope": tuple(name for name in CHAIN if name != "q_rope")}
+    us = compare_us({name: [partial(layer.run, chain) for layer in layers[:4]] for name, chain in chains.items()})
     floor = sum(floors[name] for name in CHAIN)
     yield Row(
         "K7", us["fused"], "us", "lower", 60.0, 44.0,
-        f"{len(CHAIN)} ops as one chain of launches, floor {floor:.1f} us; with the combine apart from the norm {us['unfused']:.1f}",
+        f"{len(CHAIN)} ops as one chain of launches, floor {floor:.1f} us; without the queries' rotation {us['no_q_rope']:.1f}, "
+        f"with the combine apart from the norm {us['unfused']:.1f}",
     )
     for name, floor in floors.items():
         us = compare_us({name: [layer.ops()[name] for layer in layers[: sets[name]]]})[name]
