@@ -17,6 +17,7 @@ from kernels.sample._triton_noise import fast_best_of, fast_noise, sum_exp, tile
 _BLOCK = 64  # ids whose largest logit is kept for top-k
 MAX_CANDIDATES = 2048
 FINISH_WARPS = 8
+FINISH_REGISTERS: int | None = None
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 
 
@@ -66,7 +67,7 @@ def choose_tile(vocab: int) -> int:
     return min(2048, max(_BLOCK, triton.next_power_of_2(vocab)))
 
 
-def sample_triton(logits: torch.Tensor, rows: SampleRows, logprobs: bool, tile: int | None = None, num_warps: int = 4) -> Sampled:
+def sample_triton(logits: torch.Tensor, rows: SampleRows, logprobs: bool, tile: int | None = None, num_warps: int = 2) -> Sampled:
     num_rows, vocab = logits.shape
     tile = tile or choose_tile(vocab)
     num_tiles, on_gpu = triton.cdiv(vocab, tile), not interpreting()
@@ -89,6 +90,6 @@ def sample_triton(logits: torch.Tensor, rows: SampleRows, logprobs: bool, tile: 
     finish_kernel[(num_rows,)](
         logits, *columns, *partials, block_max, blocks, candidates, token_ids, chosen, vocab, logits.stride(0), **sizes,
         NUM_TILES_P=triton.next_power_of_2(num_tiles), NUM_BLOCKS_P=triton.next_power_of_2(num_blocks),
-        MAX_CANDIDATES=max_candidates, num_warps=FINISH_WARPS, **({"launch_pdl": True} if on_gpu else {}),
+        MAX_CANDIDATES=max_candidates, num_warps=FINISH_WARPS, **({"launch_pdl": True, "maxnreg": FINISH_REGISTERS} if on_gpu else {}),
     )  # fmt: skip
     return Sampled(token_ids, chosen)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kernels.sample._triton_noise import best_of, exact_gumbel, fast_scores, id_bits, is_near, keys_of, ordered, value_of
-from kernels.sample._triton_passes import scaled
+from kernels.sample._triton_passes import divided, load_values
 
 _LOWEST = tl.constexpr(-(2**63))
 _MASKED_ID = tl.constexpr(0x7FFFFFFF)
@@ -14,18 +14,18 @@ NO_BOUND = tl.constexpr(-(2**31))
 @triton.jit
 def _bound_of_blocks(block_max, k, num_blocks):
     """A value, ordered, that k or a few more block maxima reach: no more than the k-th largest token; none if there are fewer blocks."""
-    low, high, count = tl.full([], NO_BOUND, tl.int64), tl.max(block_max) + 1, num_blocks
+    low, high, count = tl.full([], NO_BOUND, tl.int64), tl.max(block_max).to(tl.int64) + 1, num_blocks
     if k <= num_blocks:
-        low = tl.min(tl.where(block_max < NO_BOUND, high, block_max))
+        low = tl.min(tl.where(block_max == NO_BOUND, 0x7FFFFFFF, block_max)).to(tl.int64)
         while (high > low + 1) & (count > k + k // 4 + 4):
             middle = (low + high) >> 1
-            reached = tl.sum((block_max >= middle).to(tl.int32))
+            reached = tl.sum((block_max >= middle.to(tl.int32)).to(tl.int32))
             if reached >= k:
                 low = middle
                 count = reached
             else:
                 high = middle
-    return low
+    return low.to(tl.int32)
 
 
 @triton.jit
@@ -35,20 +35,20 @@ def gather_candidates(
 ):  # fmt: skip
     """Writes the keys of all tokens of at least both bounds; returns how many they are (none beyond the buffer), and the higher bound."""
     index = tl.arange(0, NUM_BLOCKS_P)
-    valid = index < num_blocks
-    block_max = tl.where(valid, ordered(tl.load(block_max_ptr + index, mask=valid, other=0.0)).to(tl.int64), -(2**32))
+    block_max = tl.load(block_max_ptr + index, mask=index < num_blocks, other=0.0)
+    block_max = tl.where(index < num_blocks, ordered(block_max), NO_BOUND)
     bound = tl.maximum(bound, _bound_of_blocks(block_max, k, num_blocks))
-    chosen = (block_max >= bound).to(tl.int32)
+    chosen = ((block_max >= bound) & (index < num_blocks)).to(tl.int32)
     num_chosen = tl.sum(chosen)
     tl.store(blocks_ptr + tl.cumsum(chosen) - 1, index, mask=chosen > 0)
     tl.debug_barrier()
     num_candidates = 0
-    STEP: tl.constexpr = min(NUM_BLOCKS_P, 4096 // BLOCK)
+    STEP: tl.constexpr = min(NUM_BLOCKS_P, 2048 // BLOCK)
     for first in range(0, num_chosen, STEP):
         slot = first + tl.arange(0, STEP)
         block = tl.load(blocks_ptr + slot, mask=slot < num_chosen, other=-1)
         ids = tl.reshape(tl.where(block < 0, vocab, block * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :], [STEP * BLOCK])
-        values = scaled(row_ptr, ids, vocab, temperature)
+        values = divided(load_values(row_ptr, ids, vocab), temperature)
         candidate = ((ids < vocab) & (ordered(values) >= bound)).to(tl.int32)
         at = num_candidates + tl.cumsum(candidate) - 1
         tl.store(candidates_ptr + at, keys_of(values, ids), mask=(candidate > 0) & (at < MAX_CANDIDATES))
@@ -74,14 +74,14 @@ def _mass_of_k_best(keys, masses, k):
 @triton.jit
 def settle_among_candidates(
     candidates_ptr, num_candidates, k, floor, top_p, total, needed, largest, seed, choice, position,
-    MAX_CANDIDATES: tl.constexpr, ON_GPU: tl.constexpr,
+    SIZE: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """The best token with a key above `floor` that top-k and top-p keep; -1 if the candidates' mass is less than `needed`.
 
     k      more than there are tokens: no top-k
     total  the row's mass, of which top-p is a share if there is no top-k
     """
-    index = tl.arange(0, MAX_CANDIDATES)
+    index = tl.arange(0, SIZE)
     keys = tl.load(candidates_ptr + index, mask=index < num_candidates, other=_LOWEST)
     values, ids = value_of((keys >> 32).to(tl.int32)), (keys & _MASKED_ID).to(tl.int32) ^ _MASKED_ID
     masses = tl.where(index < num_candidates, tl.exp(values - largest), 0.0)

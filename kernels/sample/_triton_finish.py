@@ -55,14 +55,15 @@ def finish_kernel(
             largest = tl.max(tile_max)
             if top_p < 1.0:
                 total = tl.sum(tl.load(sum_ptr + place, mask=valid, other=0.0) * tl.exp(tile_max - largest))
-            bound = tl.full([], NO_BOUND, tl.int64)
+            bound = tl.full([], NO_BOUND, tl.int32)
             if min_p > 0.0:
-                bound = ordered(largest + tl.log(min_p.to(tl.float64)).to(tl.float32)).to(tl.int64)
-                floor = (bound << 32) - 1
+                bound = ordered(largest + tl.log(min_p.to(tl.float64)).to(tl.float32))
+                floor = (bound.to(tl.int64) << 32) - 1
             given = bound
             if limited & (top_p < 1.0):  # min-p comes last: what it drops still has its share of the mass
-                given = tl.full([], NO_BOUND, tl.int64)
+                given = tl.full([], NO_BOUND, tl.int32)
             k = tl.where(limited, top_k, vocab + 1)
+            FEW: tl.constexpr = min(MAX_CANDIDATES, 512)  # mostly enough, and so much less to go through
             num_blocks = NUM_TILES * (TILE // BLOCK)
             scratch = candidates_ptr + row * MAX_CANDIDATES
             guess = tl.where(limited, top_k, tl.where(top_p < 1.0, 128, vocab))
@@ -72,9 +73,13 @@ def finish_kernel(
                     row_ptr, block_max_ptr + row * num_blocks, blocks_ptr + row * num_blocks, scratch, guess, given, vocab, temperature,
                     num_blocks, NUM_BLOCKS_P, BLOCK, MAX_CANDIDATES,
                 )  # fmt: skip
-                if num_candidates <= MAX_CANDIDATES:
-                    # All that min-p keeps, or all there is, is enough whatever its mass
-                    needed = tl.where((reached > given) & (not limited) & (top_p < 1.0), top_p * total, 0.0)
+                # All that min-p keeps, or all there is, is enough whatever its mass
+                needed = tl.where((reached > given) & (not limited) & (top_p < 1.0), top_p * total, 0.0)
+                if num_candidates <= FEW:
+                    token = settle_among_candidates(
+                        scratch, num_candidates, k, floor, top_p, total, needed, largest, seed, choice, position, FEW, ON_GPU
+                    )
+                elif num_candidates <= MAX_CANDIDATES:
                     token = settle_among_candidates(
                         scratch, num_candidates, k, floor, top_p, total, needed, largest, seed, choice, position, MAX_CANDIDATES, ON_GPU
                     )

@@ -5,48 +5,73 @@ import triton.language as tl
 
 from kernels.sample._triton_noise import best_of, exact_gumbel, fast_scores, is_near, keys_of, ordered, tile_bits, value_of
 
-_LOWEST = tl.constexpr(-(2**63))
 _MASKED_ID = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def scaled(row_ptr, ids, vocab, temperature):
-    x = tl.load(row_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+def load_values(row_ptr, ids, vocab):
+    return tl.load(row_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def divided(x, temperature):
     return tl.math.div_rn(x, tl.zeros_like(x) + temperature)
+
+
+@triton.jit
+def _above(values, ids, pivot):
+    """keys_of(values, ids) > pivot, in fewer instructions; NaN is above any pivot."""
+    value, first = value_of((pivot >> 32).to(tl.int32)), (pivot & _MASKED_ID).to(tl.int32) ^ _MASKED_ID
+    return ((values < value) | ((values == value) & (ids >= first))) == 0
+
+
+@triton.jit
+def _has_above(tile_max_ptr, tile, pivot):
+    return not (tl.load(tile_max_ptr + tile) < value_of((pivot >> 32).to(tl.int32)))
 
 
 @triton.jit
 def _count_and_mass(row_ptr, tile_max_ptr, pivot, largest, vocab, temperature, NUM_TILES: tl.constexpr, TILE: tl.constexpr):
     """Of the tokens with keys above `pivot`: how many, and the sum of exp(value - largest)."""
     counts, masses = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.float32)
-    pivot_value = value_of((pivot >> 32).to(tl.int32))
+    ids = tl.arange(0, TILE)
+    following = load_values(row_ptr, ids, vocab)
     for tile in range(NUM_TILES):
-        if not (tl.load(tile_max_ptr + tile) < pivot_value):
-            ids = tile * TILE + tl.arange(0, TILE)
-            values = scaled(row_ptr, ids, vocab, temperature)
-            above = (keys_of(values, ids) > pivot) & (ids < vocab)
+        x = following
+        following = load_values(row_ptr, ids + TILE, vocab)  # on its way while this tile is counted
+        if _has_above(tile_max_ptr, tile, pivot):
+            values = divided(x, temperature)
+            above = _above(values, ids, pivot) & (ids < vocab)
             counts += above.to(tl.int32)
             masses += tl.where(above, tl.exp(values - largest), 0.0)
+        ids += TILE
     return tl.sum(counts), tl.sum(masses)
 
 
 @triton.jit
 def _best_by_fast_noise(
-    row_ptr, floor, seed, choice, position, vocab, temperature, NUM_TILES: tl.constexpr, TILE: tl.constexpr, ON_GPU: tl.constexpr
-):
+    row_ptr, tile_max_ptr, floor, seed, choice, position, vocab, temperature,
+    NUM_TILES: tl.constexpr, TILE: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
     """(best score, its id, second best score) of the tokens with keys above `floor`."""
-    best, best_id, second = -float("inf"), _MASKED_ID, -float("inf")
+    best, second = tl.full([TILE], -float("inf"), tl.float32), tl.full([TILE], -float("inf"), tl.float32)
+    best_ids = tl.full([TILE], _MASKED_ID, tl.int32)
+    ids = tl.arange(0, TILE)
+    following = load_values(row_ptr, ids, vocab)
     for tile in range(NUM_TILES):
-        ids = tile * TILE + tl.arange(0, TILE)
-        values = scaled(row_ptr, ids, vocab, temperature)
-        alive = (keys_of(values, ids) > floor) & (ids < vocab)
-        if tl.max(alive.to(tl.int32)) > 0:
+        x = following
+        following = load_values(row_ptr, ids + TILE, vocab)
+        if _has_above(tile_max_ptr, tile, floor):
+            values = divided(x, temperature)
+            alive = _above(values, ids, floor) & (ids < vocab)
             scores = fast_scores(values, tile_bits(seed, choice, position, tile * TILE, TILE), ON_GPU)
-            tile_best, tile_id, tile_second = best_of(tl.where(alive, scores, -float("inf")), tl.where(alive, ids, _MASKED_ID))
-            second = tl.maximum(tl.maximum(second, tile_second), tl.minimum(best, tile_best))
-            best_id = tl.where((tile_best > best) | (best_id == _MASKED_ID), tile_id, best_id)
-            best = tl.maximum(best, tile_best)
-    return best, best_id, second
+            scores = tl.where(alive, scores, -float("inf"))
+            best_ids = tl.where(alive & ((scores > best) | (best_ids == _MASKED_ID)), ids, best_ids)
+            second = tl.maximum(second, tl.minimum(best, scores))
+            best = tl.maximum(best, scores)
+        ids += TILE
+    row_best, token, row_second = best_of(best, best_ids)
+    return row_best, token, tl.maximum(row_second, tl.max(tl.where(best_ids == token, second, -float("inf"))))
 
 
 @triton.jit
@@ -59,8 +84,8 @@ def _best_by_exact_noise(
     for part in range(NUM_TILES * TILE // PART):
         if not (tl.load(tile_best_ptr + part * PART // TILE) < least):
             ids = part * PART + tl.arange(0, PART)
-            values = scaled(row_ptr, ids, vocab, temperature)
-            alive = (keys_of(values, ids) > floor) & (ids < vocab)
+            values = divided(load_values(row_ptr, ids, vocab), temperature)
+            alive = _above(values, ids, floor) & (ids < vocab)
             scores = values + exact_gumbel(tile_bits(seed, choice, position, part * PART, PART))
             part_best, part_id, _ = best_of(tl.where(alive, scores, -float("inf")), tl.where(alive, ids, _MASKED_ID))
             best_id = tl.where((part_best > best) | (best_id == _MASKED_ID), part_id, best_id)
@@ -79,7 +104,9 @@ def settle_by_passes(
     known = best_id >= 0
     while not settled:
         if not known:
-            best, token, second = _best_by_fast_noise(row_ptr, floor, seed, choice, position, vocab, temperature, NUM_TILES, TILE, ON_GPU)
+            best, token, second = _best_by_fast_noise(
+                row_ptr, tile_max_ptr, floor, seed, choice, position, vocab, temperature, NUM_TILES, TILE, ON_GPU
+            )
         if is_near(best, second):
             # Only while the tiles' best scores are those of the scan do they say which tiles matter
             least = tl.where(known, best - (1.5e-4 + 1e-6 * tl.abs(best)), -float("inf"))
@@ -101,7 +128,8 @@ def settle_by_passes(
 @triton.jit
 def kth_key_by_passes(row_ptr, tile_max_ptr, k, largest, vocab, temperature, NUM_TILES: tl.constexpr, TILE: tl.constexpr):
     """The k-th largest key of the row, less 1; and the mass above that."""
-    low, high = tl.full([], _LOWEST, tl.int64), (ordered(largest).to(tl.int64) + 1) << 32
+    lowest = (ordered(tl.full([], -float("inf"), tl.float32)).to(tl.int64) << 32) - 1
+    low, high = lowest, (ordered(largest).to(tl.int64) + 1) << 32
     count, mass = 0, 0.0
     while (high > low + 1) & (count != k):
         middle = (low >> 1) + (high >> 1) + (low & high & 1)

@@ -105,6 +105,13 @@ def _rule(
     return GateRule(top_k, num_groups, topk_groups, 2 if method == "noaux_tc" else 1, scoring, normalize, scale)
 
 
+def router_torch(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`gate_logits` by torch, on a GPU by cuBLAS."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return torch.mm(x, w.T, out_dtype=torch.float32)
+    return x.float() @ w.float().T
+
+
 class _Gate(Protocol):
     """A backend's three functions; the public ones above are their contracts."""
 
@@ -130,9 +137,7 @@ class _Torch:
         return self.topk_gate(self.gate_logits(x, w), bias, rule)
 
     def gate_logits(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda and x.dtype == torch.bfloat16:
-            return torch.mm(x, w.T, out_dtype=torch.float32)
-        return x.float() @ w.float().T
+        return router_torch(x, w)
 
     def choose(self, biased: torch.Tensor, rule: GateRule) -> torch.Tensor:
         if rule.topk_groups < rule.num_groups:
@@ -160,7 +165,7 @@ class _Reference(_Torch):
 
 
 class _Triton:
-    """Scores, groups, a partial bitonic sort of (score, index) keys and weights in one launch; the router's GEMM in one before it."""
+    """Scores, groups, a partial sort that tracks indices, and weights in one launch; the router's GEMM in one before it."""
 
     def topk_gate(self, logits: torch.Tensor, bias: torch.Tensor | None, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
         from kernels.topk_gate._triton import topk_gate_triton

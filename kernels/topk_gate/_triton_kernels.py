@@ -58,137 +58,70 @@ def _dropped(ordered, SIZE_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUP
 
 
 @triton.jit
-def _choose_tokens(
-    logits_ptr, bias_ptr, idx_ptr, weights_ptr, token, end, row_stride, split_stride, scale, NUM_SPLITS: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_K_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr,
-    SIZE: tl.constexpr, SIZE_P: tl.constexpr, GROUPS_P: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, SORT: tl.constexpr, PDL: tl.constexpr,
+def topk_gate_kernel(
+    logits_ptr, bias_ptr, idx_ptr, weights_ptr, row_stride, split_stride, scale, NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_K_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_P: tl.constexpr, GROUPS_P: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The gate of the tokens [T] below `end`. Logits are the sum of NUM_SPLITS planes; columns are padded to GROUPS_P groups of SIZE_P."""
+    """A token's gate. Logits are the sum of NUM_SPLITS planes; columns are padded to GROUPS_P groups of SIZE_P, both powers of two."""
     column = tl.arange(0, GROUPS_P * SIZE_P)[None, :]
     group, member = column // SIZE_P, column % SIZE_P
     expert = group * SIZE + member
     valid = (group < NUM_GROUPS) & (member < SIZE)
-    token = token[:, None]
+    token = tl.program_id(0).to(tl.int64)
     biases = tl.load(bias_ptr + expert, mask=valid, other=0.0) if HAS_BIAS else 0.0
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
-    present = valid & (token < end)
-    source = logits_ptr + token.to(tl.int64) * row_stride + expert
-    logits = tl.load(source, mask=present, other=0.0, cache_modifier=".cg")
+    source = logits_ptr + token * row_stride + expert
+    logits = tl.load(source, mask=valid, other=0.0)
     for split in tl.static_range(1, NUM_SPLITS):
-        logits += tl.load(source + split * split_stride, mask=present, other=0.0, cache_modifier=".cg")
+        logits += tl.load(source + split * split_stride, mask=valid, other=0.0)
     scores = _scores(tl.where(valid, logits, -float("inf")), SOFTMAX, EXACT)
     ordered = tl.where(valid, _ordered(scores + biases), -(2**31))  # below -inf, which is what an expert of a dropped group gets
     if TOPK_GROUPS < NUM_GROUPS:
         dropped = _dropped(ordered, SIZE_P, NUM_GROUPS, TOPK_GROUPS, NUM_BEST)
         ordered = tl.where(dropped & valid, _MINUS_INF, ordered)
     slot = tl.arange(0, TOP_K_P)[None, :]
-    if SORT:
-        best = tl.topk((ordered.to(tl.int64) << 32) | (0xFFFF - expert), TOP_K_P)  # [T, TOP_K_P], falling
-        chosen = tl.where(slot < TOP_K, 0xFFFF - (best & 0xFFFF).to(tl.int32), 0)
-    else:
-        chosen = tl.zeros([token.shape[0], TOP_K_P], tl.int32)
-        for place in tl.static_range(TOP_K):
-            best = tl.max(ordered, 1, keep_dims=True)
-            winner = tl.min(tl.where(ordered == best, expert, 0xFFFF), 1, keep_dims=True)
-            chosen = tl.where(slot == place, winner, chosen)
-            ordered = tl.where(expert == winner, -(2**31), ordered)
+    chosen = tl.zeros([1, TOP_K_P], tl.int32)
+    # A selection sort that stops after TOP_K: bitonic top-k of packed (score, index) keys takes 1.6 times the instructions
+    for place in tl.static_range(TOP_K):
+        best = tl.max(ordered, 1, keep_dims=True)
+        winner = tl.min(tl.where(ordered == best, expert, 0x7FFFFFFF), 1, keep_dims=True)
+        chosen = tl.where(slot == place, winner, chosen)
+        ordered = tl.where(expert == winner, -(2**31), ordered)
     weights = tl.where(slot < TOP_K, tl.gather(scores, chosen // SIZE * SIZE_P + chosen % SIZE, 1), 0.0)
     if NORMALIZE:
         weights = tl.math.div_rn(weights, tl.broadcast_to(tl.sum(weights, 1, keep_dims=True) + 1e-20, weights.shape))
-    place = token.to(tl.int64) * TOP_K + slot
-    written = (slot < TOP_K) & (token < end)
-    tl.store(idx_ptr + place, chosen.to(tl.int64), mask=written)
-    tl.store(weights_ptr + place, weights * scale, mask=written)
+    tl.store(idx_ptr + token * TOP_K + slot, chosen.to(tl.int64), mask=slot < TOP_K)
+    tl.store(weights_ptr + token * TOP_K + slot, weights * scale, mask=slot < TOP_K)
 
 
 @triton.jit
-def topk_gate_kernel(
-    logits_ptr, bias_ptr, idx_ptr, weights_ptr, num_tokens, row_stride, split_stride, scale, NUM_SPLITS: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_K_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr,
-    SIZE: tl.constexpr, SIZE_P: tl.constexpr, GROUPS_P: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, SORT: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    _choose_tokens(
-        logits_ptr, bias_ptr, idx_ptr, weights_ptr, tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), num_tokens, row_stride,
-        split_stride, scale, NUM_SPLITS, TOP_K, TOP_K_P, NUM_GROUPS, TOPK_GROUPS, NUM_BEST, SIZE, SIZE_P, GROUPS_P, SOFTMAX, NORMALIZE,
-        HAS_BIAS, EXACT, SORT, PDL,
-    )  # fmt: skip
-
-
-@triton.jit
-def gate_kernel(
-    x_ptr, w_ptr, partial_ptr, counter_ptr, bias_ptr, idx_ptr, weights_ptr, num_tokens, num_experts, hidden, x_stride, w_stride, scale,
-    K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr, TOP_K_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
-    NUM_BEST: tl.constexpr, SIZE: tl.constexpr, SIZE_P: tl.constexpr, GROUPS_P: tl.constexpr, SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, SORT: tl.constexpr, BLOCK_T: tl.constexpr, GEMM: tl.constexpr,
-    CHOOSE: tl.constexpr,
-):  # fmt: skip
-    """GEMM and CHOOSE both: one cooperative launch, in which the programs of a block of rows wait for each other in between."""
-    members = tl.num_programs(1) * NUM_SPLITS  # programs of a block of rows
-    member = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    split_stride = num_tokens * num_experts
-    if GEMM:
-        _partial_logits(
-            x_ptr, w_ptr, partial_ptr, num_tokens, num_experts, hidden, x_stride, w_stride, split_stride, K_PER_SPLIT, BLOCK_M, BLOCK_N,
-            BLOCK_K, EVEN_K,
-        )  # fmt: skip
-    counter = counter_ptr + tl.program_id(0)
-    if GEMM and CHOOSE:
-        tl.debug_barrier()  # all threads' sums are written before one of them announces it
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
-        while arrived < members:
-            arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    if CHOOSE:
-        first = tl.program_id(0) * BLOCK_M
-        end = tl.minimum(num_tokens, first + BLOCK_M)
-        for token in range(first + member * BLOCK_T, end, members * BLOCK_T):
-            _choose_tokens(
-                partial_ptr, bias_ptr, idx_ptr, weights_ptr, token + tl.arange(0, BLOCK_T), end, num_experts, split_stride, scale,
-                NUM_SPLITS, TOP_K, TOP_K_P, NUM_GROUPS, TOPK_GROUPS, NUM_BEST, SIZE, SIZE_P, GROUPS_P, SOFTMAX, NORMALIZE, HAS_BIAS,
-                EXACT, SORT, False,
-            )  # fmt: skip
-    if GEMM and CHOOSE:  # noqa: SIM102
-        if tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 2 * members - 1:
-            tl.store(counter, 0)
+def _ask_for_weights(w_ptr, column, num_experts, w_stride, first, SIZE: tl.constexpr):
+    """Ask L2 for SIZE elements of each of the tile's rows of w: they do not depend on the kernel before this one."""
+    row = tl.minimum(column, num_experts - 1).to(tl.int64)
+    address = (w_ptr + row * w_stride + first).to(tl.int64)
+    size = (column * 0 + SIZE * 2).to(tl.int32)
+    request: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(request, "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def partial_logits_kernel(
-    x_ptr, w_ptr, out_ptr, num_tokens, num_experts, hidden, x_stride, w_stride, split_stride,
-    K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-    _partial_logits(
-        x_ptr,
-        w_ptr,
-        out_ptr,
-        num_tokens,
-        num_experts,
-        hidden,
-        x_stride,
-        w_stride,
-        split_stride,
-        K_PER_SPLIT,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN_K,
-    )
-
-
-@triton.jit
-def _partial_logits(
-    x_ptr, w_ptr, out_ptr, num_tokens, num_experts, hidden, x_stride, w_stride, split_stride,
-    K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, num_tokens, num_experts, hidden, x_stride, w_stride, split_stride, K_PER_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of one split's plane: x @ w.T over K_PER_SPLIT of the hidden dimension, in fp32."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        if AHEAD:
+            _ask_for_weights(w_ptr, column, num_experts, w_stride, split * K_PER_SPLIT, K_PER_SPLIT)
+        gdc_wait()
     row_ok, column_ok = (row < num_tokens)[:, None], (column < num_experts)[None, :]
     k = split * K_PER_SPLIT + tl.arange(0, BLOCK_K)
     x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -206,8 +139,11 @@ def _partial_logits(
 
 
 @triton.jit
-def add_splits_kernel(partial_ptr, out_ptr, size, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def add_splits_kernel(partial_ptr, out_ptr, size, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     total = tl.load(partial_ptr + place, mask=place < size, other=0.0)
     for split in tl.static_range(1, NUM_SPLITS):
         total += tl.load(partial_ptr + split * size + place, mask=place < size, other=0.0)
