@@ -105,10 +105,10 @@ def combine_norm_quant(
     total = torch.empty((num_tokens, hidden), dtype=rows.dtype, device=rows.device)
     out = empty_fp8(num_tokens, hidden, device=rows.device)
     if total.numel():
+        groups = triton.next_power_of_2(hidden // GROUP)
         combine_norm_kernel[(num_tokens,)](
             rows, row_idx, topk_weights, shared, residual, weight, total, *out, out.scale.stride(1), rows.stride(0),
             0 if shared is None else shared.stride(0), residual.stride(0), eps, HIDDEN=hidden, SHARED=shared is not None, TOP_K=top_k,
-            GROUPS=triton.next_power_of_2(hidden // GROUP), num_warps=max(1, min(8, hidden // 768)), maxnreg=128,
-            **launch_options(),
+            GROUPS=groups, num_warps=max(1, min(8, groups // 8)), maxnreg=128, **launch_options(),
         )
     return out, total

@@ -66,7 +66,7 @@ def test_rows_without_a_token_are_not_read_and_a_nan_stays_with_its_tokens(backe
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("case", [(0, 8, 128), (3, 2, 384), pytest.param((2, 8, 7168), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("case", [(0, 8, 128), (3, 2, 384), *(pytest.param((2, 8, n), marks=pytest.mark.slow) for n in (5120, 7168))], ids=str)
 def test_with_the_norm_it_gives_the_bits_of_its_parts(backend: str, case: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_available(backend, FLOAT)
     poison_empty(monkeypatch)
