@@ -5,17 +5,19 @@ import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
 from kernels.mla_decode import Lengths, MlaDecodeShape, PageTables, PlanLimits
-from kernels.mla_decode._schedule import equal_shares
+from kernels.mla_decode._schedule import Work, equal_shares
 from kernels.mla_decode._tables import DeviceArrays, flat_pages, psum, to_ints
 
+_ROWS = 64  # of the queries' heads that one thread block takes
+_STAGING_INTS = 14 << 14  # FlashInfer's work list: 14 arrays of up to 16,384 entries
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; partial results need 34 MB of it
 
 
 class FlashInferMlaDecode:
     """Plans by FlashInfer's scheduler on the host.
 
-    Its work list and ours of pages lie in buffers that never move (FlashInfer takes an index tensor on the device as it is), so
-    `run` may be captured once per (requests, queries) and replayed after later plans.
+    Its work list, which we replace by equal shares where they pay, and ours of pages lie in buffers that never move (FlashInfer takes
+    an index tensor on the device as it is), so `run` may be captured once per (requests, queries) and replayed after later plans.
     """
 
     def __init__(self, shape: MlaDecodeShape, limits: PlanLimits | None) -> None:
@@ -25,11 +27,13 @@ class FlashInferMlaDecode:
         self._limits = limits
         self._indices = DeviceArrays(device, [limits.max_pages if limits else 1 << 14], fixed=limits is not None)
         self._planned = torch.cuda.Event()
-        self._staging: torch.Tensor | None = None
+        self._planned_for: tuple[int, bool, int, int] | None = None
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._staging = torch.zeros(_STAGING_INTS, dtype=torch.int32, pin_memory=True)
 
     def plan(self, pages: torch.Tensor, page_tables: PageTables, kv_lens: Lengths, q_lens: Lengths | None = None) -> None:
         assert pages.dtype == torch.bfloat16 and pages.shape[3] == self._shape.width and pages.stride(3) == 1, f"{pages.shape=}"
-        rank, size = self._shape.kv_lora_rank, pages.shape[2]
+        rank, size, heads = self._shape.kv_lora_rank, pages.shape[2], self._shape.num_heads
         kv, q = to_ints(kv_lens), np.ones(len(kv_lens), np.int32) if q_lens is None else to_ints(q_lens)
         assert self._limits is None or len(kv) <= self._limits.max_requests, f"{len(kv)} requests, {self._limits=}"
         counts = -(-kv // size)
@@ -38,39 +42,43 @@ class FlashInferMlaDecode:
         if not self._num_queries:
             return
         self._indices.upload([flat_pages(page_tables, counts)])
-        self._planned.synchronize()  # FlashInfer's own pinned buffer may still be read by the last plan's copy
+        self._planned.synchronize()  # pinned buffers, FlashInfer's and ours, may still be read by the last plan's copies
+        clusters_of = 2 if self._num_queries * heads // len(q) > _ROWS else 1  # FlashInfer's rule
+        work = equal_shares(
+            q, kv, counts, num_heads=heads, num_clusters=self._num_sms // clusters_of, rows=_ROWS * clusters_of, num_sms=self._num_sms
+        )
+        # causal only among several new tokens; the buffer moves when it grows
+        key = (clusters_of, self._num_queries > len(kv), size, self._indices.views[0].data_ptr())
+        if work is None or key != self._planned_for:
+            self._plan_theirs(q, kv, counts, size)
+            self._planned_for = key
+        if work is not None:
+            self._write(work)
+        self._planned.record()
+
+    def _plan_theirs(self, q: np.ndarray, kv: np.ndarray, counts: np.ndarray, page_size: int) -> None:
         self._wrapper.plan(
             torch.from_numpy(psum(q)),
             torch.from_numpy(psum(counts)),
             self._indices.views[0],
             torch.from_numpy(kv),
             self._shape.num_heads,
-            rank,
+            self._shape.kv_lora_rank,
             self._shape.rope_dim,
-            size,
-            self._num_queries > len(kv),  # causal only among several new tokens
+            page_size,
+            int(q.sum()) > len(kv),
             self._shape.softmax_scale,
             torch.bfloat16,
             torch.bfloat16,
         )
-        self._balance(q, kv, counts)
-        self._planned.record()
 
-    def _balance(self, q: np.ndarray, kv: np.ndarray, pages: np.ndarray) -> None:
-        """Replace FlashInfer's work list by ours where that pays; both lie at the offsets that its plan tells (MLAPlanInfo)."""
+    def _write(self, work: Work) -> None:
+        """Put our work list in place of FlashInfer's; both lie at the offsets that its plan tells (MLAPlanInfo in its scheduler.cuh)."""
         tiles, clusters, *offsets = map(int, self._wrapper._plan_info)
-        work = equal_shares(
-            q, kv, pages, num_heads=self._shape.num_heads, num_clusters=clusters, rows=64 * tiles, num_sms=clusters * tiles
-        )
-        if work is None:
-            return
-        offsets = [offset // 4 for offset in offsets[:14]]
-        used = offsets[13] + len(work.work_indptr)
-        if self._staging is None:
-            self._staging = torch.zeros(self._wrapper._int_workspace_buffer.numel() // 4, dtype=torch.int32, pin_memory=True)
-        host = self._staging.numpy()
-        for offset, column in zip(offsets, work, strict=True):
-            host[offset : offset + len(column)] = column
+        assert tiles * clusters == self._num_sms and clusters + 1 == len(work.work_indptr), f"{tiles=} {clusters=}"
+        host, used = self._staging.numpy(), offsets[13] // 4 + len(work.work_indptr)
+        for offset, column in zip(offsets[:14], work, strict=True):
+            host[offset // 4 : offset // 4 + len(column)] = column
         self._wrapper._int_workspace_buffer.view(torch.int32)[:used].copy_(self._staging[:used], non_blocking=True)
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
