@@ -16,6 +16,7 @@ BACKENDS = ["reference", "torch", "triton"]
 BOUND = 1e-2 if ON_GPU else 1e-5
 CASES = [(0, 8, 128), (1, 1, 8), (5, 3, 200), (3, 6, 1152), pytest.param((4, 8, 7168), marks=pytest.mark.slow)]  # num_tokens, top_k, hidden
 
+NORM_CASES = [(0, 8, 128), (3, 2, 384), *(pytest.param((2, 8, hidden), marks=pytest.mark.slow) for hidden in (5120, 7168))]
 
 def make(label: str, num_tokens: int, top_k: int, hidden: int) -> tuple[torch.Tensor, ...]:
     """Rows, a third of the indices -1 with NaN weights, weights, shared rows; rows of both tensors are strided."""
@@ -66,7 +67,7 @@ def test_rows_without_a_token_are_not_read_and_a_nan_stays_with_its_tokens(backe
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("case", [(0, 8, 128), (3, 2, 384), *(pytest.param((2, 8, n), marks=pytest.mark.slow) for n in (5120, 7168))], ids=str)
+@pytest.mark.parametrize("case", NORM_CASES, ids=str)
 def test_with_the_norm_it_gives_the_bits_of_its_parts(backend: str, case: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_available(backend, FLOAT)
     poison_empty(monkeypatch)
