@@ -60,7 +60,7 @@ def gather_candidates(
 @triton.jit
 def _mass_of_k_best(keys, masses, k):
     """Of the keys (those that are none are the lowest): the mass of the k largest."""
-    low, high, count = tl.min(keys), tl.max(keys), k + 1
+    low, high, count = tl.min(tl.where(keys == _LOWEST, 0x7FFFFFFFFFFFFFFF, keys)) - 1, tl.max(keys), k + 1
     while (high > low + 1) & (count != k):
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         count = tl.sum((keys > middle).to(tl.int32))
@@ -91,9 +91,11 @@ def settle_among_candidates(
     if limited:
         # The candidates beyond the k best are the smallest ones
         least_mass, most_mass = found * k / num_candidates, found
-    bits = id_bits(seed, choice, position, ids)
-    scores = fast_scores(values, bits, ON_GPU)
     token, settled = tl.full([], -1, tl.int32), found < needed
+    bits, scores = keys.to(tl.uint32), masses
+    if not settled:
+        bits = id_bits(seed, choice, position, ids)
+        scores = fast_scores(values, bits, ON_GPU)
     while not settled:
         alive = keys > floor
         best, token, second = best_of(tl.where(alive, scores, -float("inf")), tl.where(alive, ids, _MASKED_ID))

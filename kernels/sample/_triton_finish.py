@@ -19,6 +19,7 @@ from kernels.sample._triton_noise import is_near, ordered
 from kernels.sample._triton_passes import kth_key_by_passes, settle_by_passes
 
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
+_TOP_P_BLOCKS = tl.constexpr(128)  # blocks looked at for top-p alone: a model's distribution mostly has its mass there
 _LOWEST = tl.constexpr(-(2**63))
 _MASKED_ID = tl.constexpr(0x7FFFFFFF)
 
@@ -66,25 +67,21 @@ def finish_kernel(
             FEW: tl.constexpr = min(MAX_CANDIDATES, 512)  # mostly enough, and so much less to go through
             num_blocks = NUM_TILES * (TILE // BLOCK)
             scratch = candidates_ptr + row * MAX_CANDIDATES
-            guess = tl.where(limited, top_k, tl.where(top_p < 1.0, 128, vocab))
-            trying = True
-            while trying:
-                num_candidates, reached = gather_candidates(
-                    row_ptr, block_max_ptr + row * num_blocks, blocks_ptr + row * num_blocks, scratch, guess, given, vocab, temperature,
-                    num_blocks, NUM_BLOCKS_P, BLOCK, MAX_CANDIDATES,
-                )  # fmt: skip
-                # All that min-p keeps, or all there is, is enough whatever its mass
-                needed = tl.where((reached > given) & (not limited) & (top_p < 1.0), top_p * total, 0.0)
-                if num_candidates <= FEW:
-                    token = settle_among_candidates(
-                        scratch, num_candidates, k, floor, top_p, total, needed, largest, seed, choice, position, FEW, ON_GPU
-                    )
-                elif num_candidates <= MAX_CANDIDATES:
-                    token = settle_among_candidates(
-                        scratch, num_candidates, k, floor, top_p, total, needed, largest, seed, choice, position, MAX_CANDIDATES, ON_GPU
-                    )
-                trying = (token < 0) & (num_candidates <= MAX_CANDIDATES) & (guess < 1024) & (not limited)
-                guess = 1024
+            guess = tl.where(limited, top_k, tl.where(top_p < 1.0, _TOP_P_BLOCKS, vocab))
+            num_candidates, reached = gather_candidates(
+                row_ptr, block_max_ptr + row * num_blocks, blocks_ptr + row * num_blocks, scratch, guess, given, vocab, temperature,
+                num_blocks, NUM_BLOCKS_P, BLOCK, MAX_CANDIDATES,
+            )  # fmt: skip
+            # All that min-p keeps, or all there is, is enough whatever its mass
+            needed = tl.where((reached > given) & (not limited) & (top_p < 1.0), top_p * total, 0.0)
+            if num_candidates <= FEW:
+                token = settle_among_candidates(
+                    scratch, num_candidates, k, floor, top_p, total, needed, largest, seed, choice, position, FEW, ON_GPU
+                )
+            elif num_candidates <= MAX_CANDIDATES:
+                token = settle_among_candidates(
+                    scratch, num_candidates, k, floor, top_p, total, needed, largest, seed, choice, position, MAX_CANDIDATES, ON_GPU
+                )
             passes = token < 0
             if passes & limited:
                 cut, total = kth_key_by_passes(row_ptr, tile_max_ptr, top_k, largest, vocab, temperature, NUM_TILES, TILE)
