@@ -18,16 +18,16 @@ class Config(NamedTuple):
 
 
 class Streamed(NamedTuple):
-    """Of the Gluon kernel: a tile of the output, and how many programs share the k-blocks of all tiles."""
+    """Of the Gluon kernel, likewise."""
 
     block_m: int
     block_n: int
-    programs: int
+    splits: int
     stages: int
     warps: int
     """Of the consumer; the loader has one more."""
     registers: int
-    """A thread's, on average over all warpgroups."""
+    """A thread's, on average over all warpgroups: by them and the stages, two or three programs share an SM."""
     swap: bool
 
 
@@ -49,10 +49,10 @@ def choose(m: int, n: int, k: int) -> Choice:
     for bound, choice in MEASURED.get((n, k), {}).items():
         if m <= bound:
             return choice
-    return Choice(_guess(m, n, k), beats_deep_gemm=False)
+    return Choice(split_k(m, n, k), beats_deep_gemm=False)
 
 
-def _guess(m: int, n: int, k: int) -> Config:
+def split_k(m: int, n: int, k: int) -> Config:
     """As many splits as fill the SMs twice, for the tile that suits so many rows."""
     block_m, block_n = (16, 128) if m <= 16 else (32, 128) if m <= 32 else (64, 128) if m <= 64 else (128, 128)
     tiles = -(-m // block_m) * -(-n // block_n)

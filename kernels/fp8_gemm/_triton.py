@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.fp8_gemm._table import Config, Streamed
+from kernels.backend import interpreting
+from kernels.fp8_gemm._table import Config, Streamed, split_k
 from kernels.launch import launch_options
 from kernels.numerics import GROUP, Fp8
 
@@ -77,20 +78,13 @@ def _store(tile, out_ptr, rows, columns, m, n, out_row):
 
 
 class Workspace:
-    """Partial sums and counters of split tiles. Calls that may overlap in time need different ones."""
-
-    FLOATS = 8 << 20
-    COUNTERS = 4096
+    """Where the programs of split tiles meet. Calls that may overlap in time need different ones."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "run once before capturing a graph"
-        self.partials = torch.empty(self.FLOATS, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(self.COUNTERS, dtype=torch.int32, device=device)
-
-    def fits(self, m: int, n: int, config: Config) -> bool:
-        """Whether the split tiles of such an output find room."""
-        tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-        return config.splits == 1 or (tiles <= self.COUNTERS and tiles * config.splits * config.block_m * config.block_n <= self.FLOATS)
+        self.partials = torch.empty(8 << 20, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(4096, dtype=torch.int32, device=device)  # 0 between kernels
+        self.mail = torch.full((8 << 20,), -1, dtype=torch.int32, device=device)  # the Gluon kernel's, -1 between kernels
 
 
 _workspaces: dict[torch.device, Workspace] = {}
@@ -116,11 +110,12 @@ def compile_only(x: Fp8, w: Fp8, out: torch.Tensor, config: Config | Streamed) -
 
 
 def _call(x: Fp8, w: Fp8, out: torch.Tensor, config: Config | Streamed, workspace: Workspace) -> tuple:
+    if isinstance(config, Streamed) and interpreting():  # Gluon has no interpreter
+        config = split_k(out.shape[0], out.shape[1], x.data.shape[1])
     if isinstance(config, Streamed):
-        from kernels.fp8_gemm import _triton_hopper  # Gluon has no interpreter
+        from kernels.fp8_gemm import _triton_hopper
 
-        return _triton_hopper.kernel, *_triton_hopper.launch(x, w, out, config, workspace.partials, workspace.counters)
-    assert workspace.fits(*out.shape, config), f"{out.shape=} {config=}"
+        return _triton_hopper.kernel, *_triton_hopper.launch(x, w, out, config, workspace.mail)
     return _kernel, *_launch(x, w, out, config, workspace)
 
 
@@ -130,9 +125,11 @@ def _launch(x: Fp8, w: Fp8, out: torch.Tensor, config: Config, workspace: Worksp
     if config.tma:
         x_desc = TensorDescriptor(x.data, [m, k], [x.data.stride(0), 1], [config.block_m, GROUP])
         sources = [x_desc, TensorDescriptor(w.data, [n, k], [k, 1], [config.block_n, GROUP])]
-    grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * config.splits,)
+    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    fits = tiles <= workspace.counters.numel() and tiles * config.splits * config.block_m * config.block_n <= workspace.partials.numel()
+    assert config.splits == 1 or fits, f"{m=} {n=} {config=}"
     pointers = [x.scale, w.scale, out, workspace.partials, workspace.counters]
     numbers = [m, n, k // GROUP, x.data.stride(0), x.scale.stride(1), out.stride(0), config.splits]
     tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SWAP": config.swap, "TMA": config.tma}
     pipeline = {"STAGES": config.stages, "SLICE": min(config.block_m, 512 * config.warps // config.block_n), "num_warps": config.warps}
-    return grid, [*sources, *pointers, *numbers], {**tile, **pipeline, **launch_options()}
+    return (tiles * config.splits,), [*sources, *pointers, *numbers], {**tile, **pipeline, **launch_options()}
