@@ -38,7 +38,40 @@ class Choice(NamedTuple):
     beats_deep_gemm: bool
 
 
-MEASURED: dict[tuple[int, int], dict[int, Choice]] = {}
+MEASURED: dict[tuple[int, int], dict[int, Choice]] = {
+    (2112, 7168): {
+        16: Choice(Config(16, 64, 8, 5, 4, True, False), True),
+        32: Choice(Streamed(32, 64, 4, 9, 4, 128, True), True),
+        64: Choice(Streamed(64, 64, 4, 6, 4, 128, False), True),
+        128: Choice(Streamed(128, 64, 4, 4, 4, 128, False), False),
+    },
+    (7168, 16384): {
+        16: Choice(Streamed(16, 64, 1, 10, 4, 255, True), True),
+        32: Choice(Streamed(32, 64, 1, 10, 4, 255, True), True),
+        64: Choice(Streamed(64, 64, 1, 10, 4, 255, False), True),
+        128: Choice(Streamed(128, 128, 2, 6, 8, 168, False), True),
+    },
+    (24576, 1536): {
+        16: Choice(Config(16, 64, 1, 6, 4, True, False), True),
+        32: Choice(Config(32, 64, 1, 6, 4, True), True),
+        64: Choice(Config(64, 64, 1, 4, 4, False), True),
+        128: Choice(Config(64, 128, 1, 3, 4, False), True),
+    },
+    (4096, 7168): {
+        16: Choice(Streamed(16, 64, 4, 10, 4, 128, True), True),
+    },
+    (7168, 18432): {
+        16: Choice(Streamed(16, 64, 1, 10, 4, 255, True), True),
+        32: Choice(Streamed(32, 64, 1, 10, 4, 255, True), True),
+        64: Choice(Streamed(64, 64, 1, 10, 4, 255, False), True),
+        128: Choice(Streamed(128, 128, 2, 6, 8, 168, False), True),
+    },
+    (32768, 512): {
+        16: Choice(Config(16, 128, 1, 6, 4, True, False), True),
+        32: Choice(Config(32, 64, 1, 4, 4, True, False), True),
+        64: Choice(Config(64, 64, 1, 3, 4, False), True),
+    },
+}
 """(n, k) -> the largest m of a bucket -> what is best there."""
 
 _SMS = 132
