@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from kernels.backend import interpreting
+from kernels.launch import launch_options
 from kernels.numerics import FP8, FP8_MAX, GROUP, MIN_AMAX, Fp8, empty_fp8
 
 _MAX = tl.constexpr(FP8_MAX)
@@ -62,7 +63,7 @@ def _round_by_hand(x):
 
 
 @triton.jit
-def _token_kernel(x_ptr, data_ptr, scale_ptr, num_groups, rows, k, x_batch, x_row, pitch, BLOCK: tl.constexpr):
+def _token_kernel(x_ptr, data_ptr, scale_ptr, num_groups, rows, k, x_batch, x_row, pitch, BLOCK: tl.constexpr, PDL: tl.constexpr):
     groups_per_row = k // 128
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = group < num_groups
@@ -70,6 +71,9 @@ def _token_kernel(x_ptr, data_ptr, scale_ptr, num_groups, rows, k, x_batch, x_ro
     batch, row = row // rows, row % rows
     inside = tl.arange(0, 128)
     source = batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + column * 128
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + source[:, None] + inside[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
     scale = scale_of(x, 1)
     target = group.to(tl.int64) * 128
@@ -98,8 +102,8 @@ def quant_fp8(x: torch.Tensor) -> Fp8:
         pitch = -(-rows // 4) * 4
         block = 16 if num_groups >= 16 * 132 else 4
         grid = (triton.cdiv(num_groups, block),)
-        x_batch = x.stride(0) if lead else 0
-        _token_kernel[grid](x, *out, num_groups, rows, k, x_batch, x.stride(-2), pitch, BLOCK=block, num_warps=max(1, block // 4))
+        strides = x.stride(0) if lead else 0, x.stride(-2), pitch
+        _token_kernel[grid](x, *out, num_groups, rows, k, *strides, BLOCK=block, num_warps=max(1, block // 4), **launch_options())
     return out
 
 
