@@ -185,15 +185,25 @@ def bench_rms_norm() -> Iterator[Row]:
             "flashinfer": [lambda s=s, w=weight: fused_add_rmsnorm(s[0], s[1], w, 1e-6) for s in sets],
         })
         yield _against(f"add_rms_norm-{rows}x{hidden}", "FlashInfer fused_add_rmsnorm, in place,", us, rows * hidden * 8)
-        for keep in (False, True):
-            us = compare_us({
-                "ours": [lambda s=s, w=weight, k=keep: add_rms_norm_quant(s[0], s[1], w, eps=1e-6, keep_normed=k) for s in sets],
-                "flashinfer": [
-                    lambda s=s, q=q, w=weight: fused_add_rmsnorm_quant(q, s[0], s[1], w, one, 1e-6) for s, q in zip(sets, outs, strict=True)
-                ],
-            })
-            peer = "FlashInfer fused_add_rmsnorm_quant, one given scale for all," + (" normed rows not kept," if keep else "")
-            yield _against(f"add_rms_norm_quant{'-normed' if keep else ''}-{rows}x{hidden}", peer, us, rows * hidden * (9 if keep else 7))
+        us = compare_us({
+            "ours": [lambda s=s, w=weight: add_rms_norm_quant(s[0], s[1], w, eps=1e-6, keep_normed=False) for s in sets],
+            "flashinfer": [
+                lambda s=s, q=q, w=weight: fused_add_rmsnorm_quant(q, s[0], s[1], w, one, 1e-6) for s, q in zip(sets, outs, strict=True)
+            ],
+        })
+        peer = "FlashInfer fused_add_rmsnorm_quant, one given scale for all,"
+        yield _against(f"add_rms_norm_quant-{rows}x{hidden}", peer, us, rows * hidden * 7)
+
+        def parts(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor = weight) -> object:
+            fused_add_rmsnorm(x, residual, weight, 1e-6)
+            return quant_fp8(x)
+
+        us = compare_us({
+            "ours": [lambda s=s, w=weight: add_rms_norm_quant(s[0], s[1], w, eps=1e-6, keep_normed=True) for s in sets],
+            "flashinfer": [lambda s=s, parts=parts: parts(s[0], s[1]) for s in sets],
+        })
+        peer = "FlashInfer fused_add_rmsnorm, in place, then our quant_fp8"
+        yield _against(f"add_rms_norm_quant-normed-{rows}x{hidden}", peer, us, rows * hidden * 9)
 
 
 def _against(name: str, peer: str, us: dict[str, float], size: int) -> Row:
