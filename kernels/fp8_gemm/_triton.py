@@ -84,7 +84,6 @@ class Workspace:
         assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "run once before capturing a graph"
         self.partials = torch.empty(8 << 20, dtype=torch.float32, device=device)
         self.counters = torch.zeros(4096, dtype=torch.int32, device=device)  # 0 between kernels
-        self.mail = torch.full((8 << 20,), -1, dtype=torch.int32, device=device)  # the Gluon kernel's, -1 between kernels
 
 
 _workspaces: dict[torch.device, Workspace] = {}
@@ -115,7 +114,7 @@ def _call(x: Fp8, w: Fp8, out: torch.Tensor, config: Config | Streamed, workspac
     if isinstance(config, Streamed):
         from kernels.fp8_gemm import _triton_hopper
 
-        return _triton_hopper.kernel, *_triton_hopper.launch(x, w, out, config, workspace.mail)
+        return _triton_hopper.kernel, *_triton_hopper.launch(x, w, out, config, workspace.partials, workspace.counters)
     return _kernel, *_launch(x, w, out, config, workspace)
 
 

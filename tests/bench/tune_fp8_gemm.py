@@ -34,9 +34,9 @@ TILES = {  # rows -> block_m, block_n, warps, swap
     32: [(32, 64, 4, True), (32, 128, 4, True), (32, 128, 8, True), (64, 16, 4, False), (64, 32, 4, False)],
     64: [(64, 16, 4, False), (64, 32, 4, False), (64, 64, 4, False), (64, 128, 4, False), (64, 128, 8, False)],
     128: [(128, 32, 8, False), (128, 64, 4, False), (128, 64, 8, False), (128, 128, 8, False), (64, 128, 4, False)],
-    256: [(256, 64, 8, False), (128, 64, 8, False), (128, 128, 8, False)],
+    256: [(256, 128, 8, False), (256, 64, 8, False), (128, 64, 8, False), (128, 128, 8, False)],
 }
-SPLIT_K = 4
+SPLIT_K = 10
 DEADLINE_S = 80
 
 
@@ -58,16 +58,15 @@ def candidates(case: Case) -> list[Config | Streamed]:
         pair = block_m * block_n > 1 << 14
         needed = block_m * block_n * (3 if pair else 4) // 2 // (warps * 32) + 40  # registers
         if resident < 4 and (registers * (warps + 4) - 160) // warps >= needed:
-            stages = min(12, (SHARED // resident - 3072) // stage)
-            for splits in range(1, min(blocks, 16) + 1):
-                programs = tiles * splits
-                waves = [(0.75 * SMS * resident, SMS * resident * (4 if splits == 1 else 1)), (0.75 * SMS, SMS if resident == 2 else 0)]
-                if stages >= 3 and any(least <= programs <= most for least, most in waves):
-                    streamed.append(Streamed(block_m, block_n, splits, stages, warps, registers, swap))
+            stages = min(10, (SHARED // resident - 3072) // stage)
+            splits = {tiles * s for s in range(1, 9) if 0.8 * SMS * resident <= tiles * s <= SMS * resident}
+            programs = {SMS * resident, *([SMS] if resident == 2 else []), *splits}
+            if stages >= 3:
+                streamed += [Streamed(block_m, block_n, p, stages, warps, registers, swap) for p in sorted(programs) if p <= tiles * blocks]
         stages = min(6, (SHARED // resident - 2048) // stage)
         if stages < 2 or pair or (resident > 1 and resident * needed * warps * 32 > REGISTERS):
             continue
-        for splits, tma in product(range(1, 5), (True, False)):
+        for splits, tma in product(range(1, 9), (True, False)):
             if splits > blocks // 2 or (block_m == 256 and not tma):
                 continue
             waves = -(-tiles * splits // (SMS * resident))
@@ -80,7 +79,7 @@ def candidates(case: Case) -> list[Config | Streamed]:
 
 def kernel_of(config: Config | Streamed) -> Config | Streamed:
     """All that goes into the compiled kernel."""
-    return config._replace(splits=0)
+    return config._replace(programs=0) if isinstance(config, Streamed) else config._replace(splits=0)
 
 
 def compile_all(configs: Sequence[tuple[Case, Config | Streamed]]) -> dict[Config | Streamed, int]:

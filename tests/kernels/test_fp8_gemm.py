@@ -23,11 +23,11 @@ CONFIGS = [
     Config(64, 128, 5, 3, 4, False, tma=False),
 ]
 STREAMED = [
-    Streamed(16, 64, 1, 3, 4, 80, True),
+    Streamed(16, 64, 5, 3, 4, 80, True),
     Streamed(32, 128, 7, 2, 8, 128, True),
     Streamed(64, 16, 3, 4, 4, 128, False),
-    Streamed(64, 64, 4, 3, 4, 128, False),
-    Streamed(64, 128, 3, 3, 4, 128, False),
+    Streamed(64, 64, 21, 3, 4, 128, False),
+    Streamed(64, 128, 13, 3, 4, 128, False),
     Streamed(128, 128, 2, 3, 8, 168, False),
 ]
 
@@ -66,8 +66,8 @@ def test_equals_the_product(backend: str, shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS + STREAMED, ids=str)
 def test_every_kind_of_configuration(config: Config | Streamed) -> None:
-    """Splits of unequal length, tiles with rows and columns beyond the end; a NaN passes through the sums; counters and
-    mailbox are as they began, so a second call is right too."""
+    """Splits of unequal length, tiles with rows and columns beyond the end; a NaN passes through the
+    sums; the counters are back at 0, so a second call is right too."""
     skip_unless_available("triton", FP8)
     if isinstance(config, Streamed) and not ON_GPU:
         pytest.skip("Gluon has no interpreter")
@@ -83,7 +83,7 @@ def test_every_kind_of_configuration(config: Config | Streamed) -> None:
         assert out[5].isnan().all()
         out[5] = 0
         assert relative_error(out, expected(x, w).nan_to_num(0)) < (1e-3 if ON_GPU else 1e-5)
-        assert not workspace.counters.any() and (workspace.mail == -1).all()
+        assert not workspace.counters.any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -141,7 +141,7 @@ def test_table_is_sound() -> None:
             assert choose(m, n, k) == choice and GROUP % choice.config.block_n == 0
     for m, n, k in ((1, 64, 128), (300, 2112, 7168), (5000, 7168, 16384), (64, 24576, 1536)):
         config = choose(m, n, k).config
-        assert 1 <= config.splits <= k // GROUP
+        assert isinstance(config, Streamed) or 1 <= config.splits <= k // GROUP
     assert not choose(64, 64, 128).beats_deep_gemm
 
 
