@@ -1,4 +1,3 @@
-# seconds: 95
 """Measure the Triton kernel's configurations against DeepGEMM on one Hopper GPU, for the table of kernels/fp8_gemm/_table.py.
 
     python -m tests.bench.tune_fp8_gemm OUT [shape ...]
@@ -19,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 
-import kernels.launch
 from kernels.fp8_gemm import fp8_gemm, fp8_gemm_torch
 from kernels.fp8_gemm._table import Config, Streamed
 from kernels.numerics import Fp8, relative_error
@@ -34,7 +32,7 @@ TILES = {  # rows -> block_m, block_n, warps, swap
     32: [(32, 64, 4, True), (32, 128, 4, True), (32, 128, 8, True), (64, 16, 4, False), (64, 32, 4, False)],
     64: [(64, 16, 4, False), (64, 32, 4, False), (64, 64, 4, False), (64, 128, 4, False), (64, 128, 8, False)],
     128: [(128, 32, 8, False), (128, 64, 4, False), (128, 64, 8, False), (128, 128, 8, False), (64, 128, 4, False)],
-    256: [(256, 128, 8, False), (256, 64, 8, False), (128, 64, 8, False), (128, 128, 8, False)],
+    256: [(256, 64, 8, False), (128, 64, 8, False), (128, 128, 8, False)],
 }
 SPLIT_K = 10
 DEADLINE_S = 80
@@ -55,8 +53,7 @@ def candidates(case: Case) -> list[Config | Streamed]:
         stage = (block_m + block_n) * 128 + max(block_m, 32) * 4
         tiles, blocks = -(-case.m // block_m) * -(-case.n // block_n), case.k // 128
         registers = min(255, REGISTERS // (resident * (warps + 4) * 32) // 8 * 8)
-        pair = block_m * block_n > 1 << 14
-        needed = block_m * block_n * (3 if pair else 4) // 2 // (warps * 32) + 40  # registers
+        needed = block_m * block_n * 2 // (warps * 32) + 40  # registers: the sums, a block's bare sums, and others
         if resident < 4 and (registers * (warps + 4) - 160) // warps >= needed:
             stages = min(10, (SHARED // resident - 3072) // stage)
             splits = {tiles * s for s in range(1, 9) if 0.8 * SMS * resident <= tiles * s <= SMS * resident}
@@ -64,7 +61,7 @@ def candidates(case: Case) -> list[Config | Streamed]:
             if stages >= 3:
                 streamed += [Streamed(block_m, block_n, p, stages, warps, registers, swap) for p in sorted(programs) if p <= tiles * blocks]
         stages = min(6, (SHARED // resident - 2048) // stage)
-        if stages < 2 or pair or (resident > 1 and resident * needed * warps * 32 > REGISTERS):
+        if stages < 2 or (resident > 1 and resident * needed * warps * 32 > REGISTERS):
             continue
         for splits, tma in product(range(1, 9), (True, False)):
             if splits > blocks // 2 or (block_m == 256 and not tma):
@@ -103,9 +100,8 @@ def compile_all(configs: Sequence[tuple[Case, Config | Streamed]]) -> dict[Confi
             spills[key] = -1
 
     _triton.workspace_of(torch.device("cuda", torch.cuda.current_device()))
-    for kernels.launch.DEPENDENT in (True, False):
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(build, wanted))
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(build, wanted))
     return spills
 
 
@@ -118,32 +114,24 @@ def measure(case: Case, weights: list[Fp8], built: dict[Config | Streamed, int])
     fp8_gemm_torch(x[0], weights[0], expected)
     outs = [torch.empty(case.m, case.n, dtype=torch.bfloat16, device="cuda") for _ in weights]
 
-    def times(configs: Sequence[Config | Streamed]) -> dict[str, float]:
-        calls = {"deep_gemm": [partial(fp8_gemm, *pair, out=out, backend="deep_gemm") for *pair, out in zip(x, weights, outs, strict=True)]}
-        for config in configs:
-            if built[kernel_of(config)] < 0:
-                continue
-            got = torch.full((case.m, case.n), torch.nan, dtype=torch.bfloat16, device="cuda")
-            try:
-                _triton.fp8_gemm(x[0], weights[0], got, config)
-                error = relative_error(got, expected)
-            except Exception as failure:
-                print(f"{case} {config}: {type(failure).__name__} {str(failure)[:200]}", flush=True)
-                continue
-            if not error < 1e-2:
-                print(f"{case} {config}: WRONG, relative error {error:.3g}", flush=True)
-                continue
-            right[label(config)] = config
-            calls[label(config)] = [partial(_triton.fp8_gemm, *args, config) for args in zip(x, weights, outs, strict=True)]
-        return compare_us(calls, replays=12)
-
-    right: dict[str, Config | Streamed] = {}
-    us = times(candidates(case))
-    kernels.launch.DEPENDENT = True
-    best = sorted(right.values(), key=lambda config: us[label(config)])
-    us |= {f"{name} dependent": time for name, time in times(best[:12]).items()}
-    kernels.launch.DEPENDENT = False
-    return us, sorted(right.values(), key=lambda config: us[label(config)])
+    calls = {"deep_gemm": [partial(fp8_gemm, *pair, out=out, backend="deep_gemm") for *pair, out in zip(x, weights, outs, strict=True)]}
+    right: list[Config | Streamed] = []
+    for config in candidates(case):
+        if built[kernel_of(config)] < 0:
+            continue
+        got = torch.full((case.m, case.n), torch.nan, dtype=torch.bfloat16, device="cuda")
+        try:
+            _triton.fp8_gemm(x[0], weights[0], got, config)
+            error = relative_error(got, expected)
+        except AssertionError:  # the workspace is too small for it
+            continue
+        if not error < 1e-2:
+            print(f"{case} {config}: WRONG, relative error {error:.3g}", flush=True)
+            continue
+        right.append(config)
+        calls[label(config)] = [partial(_triton.fp8_gemm, *args, config) for args in zip(x, weights, outs, strict=True)]
+    us = compare_us(calls, replays=12)
+    return us, sorted(right, key=lambda config: us[label(config)])
 
 
 def label(config: Config | Streamed) -> str:
@@ -166,10 +154,8 @@ def main() -> None:
             floor = max(n * k / 4.3e6, 2 * case.m * n * k / 1979e6)
             few = "; ".join(f"{us[label(config)]:.1f} {label(config)}" for config in best[:4])
             kinds = [min((us[label(c)] for c in best if isinstance(c, kind)), default=0.0) for kind in (Config, Streamed)]
-            dependent = sorted((time, name) for name, time in us.items() if "dependent" in name)[:2]
-            two = "; ".join(f"{time:.1f} {name[:-10]}" for time, name in dependent)
             ours = f"split-K {kinds[0]:.1f} stream-K {kinds[1]:.1f}"
-            print(f"{name:14} M{case.m:<3} DeepGEMM {us['deep_gemm']:5.1f} floor {floor:4.1f} {ours} | {few} | dependent {two}", flush=True)
+            print(f"{name:14} M{case.m:<3} DeepGEMM {us['deep_gemm']:5.1f} floor {floor:4.1f} {ours} | {few}", flush=True)
             results.append({**case._asdict(), "deep_gemm": us["deep_gemm"], "us": us})
         del weights
         torch.cuda.empty_cache()
