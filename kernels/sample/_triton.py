@@ -13,11 +13,14 @@ from kernels.backend import interpreting
 from kernels.sample import GREEDY_BELOW, Sampled, SampleRows
 from kernels.sample._triton_finish import finish_kernel
 from kernels.sample._triton_noise import fast_best_of, fast_noise, sum_exp, tile_bits
+from kernels.sample._triton_passes import passes_kernel
 
 _BLOCK = 64  # ids whose largest logit is kept for top-k
 MAX_CANDIDATES = 2048
 FINISH_WARPS = 8
-FINISH_REGISTERS: int | None = None
+FINISH_REGISTERS: int | None = 128  # two programs an SM
+PASS_WARPS = 16
+TILES_A_PASS = 2
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 
 
@@ -87,9 +90,18 @@ def sample_triton(logits: torch.Tensor, rows: SampleRows, logprobs: bool, tile: 
     sizes |= {"LOGPROBS": logprobs, "HAS_ACTIVE": rows.active is not None, "ON_GPU": on_gpu}
     grid = (num_tiles, num_rows)
     _scan_kernel[grid](logits, *columns, *partials, block_max, vocab, logits.stride(0), **sizes, num_warps=num_warps)
+    pending = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    floor = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    numbers = torch.empty((num_rows, 4), dtype=torch.float32, device=logits.device)
+    left = [token_ids, chosen, pending, floor, numbers, vocab, logits.stride(0)]
+    launch = {"launch_pdl": True} if on_gpu else {}
     finish_kernel[(num_rows,)](
-        logits, *columns, *partials, block_max, blocks, candidates, token_ids, chosen, vocab, logits.stride(0), **sizes,
-        NUM_TILES_P=triton.next_power_of_2(num_tiles), NUM_BLOCKS_P=triton.next_power_of_2(num_blocks),
-        MAX_CANDIDATES=max_candidates, num_warps=FINISH_WARPS, **({"launch_pdl": True, "maxnreg": FINISH_REGISTERS} if on_gpu else {}),
+        logits, *columns, *partials, block_max, blocks, candidates, *left, **sizes, NUM_TILES_P=triton.next_power_of_2(num_tiles),
+        NUM_BLOCKS_P=triton.next_power_of_2(num_blocks), MAX_CANDIDATES=max_candidates, num_warps=FINISH_WARPS,
+        maxnreg=FINISH_REGISTERS, **launch,
+    )  # fmt: skip
+    passes_kernel[(num_rows,)](
+        logits, *columns[:3], *columns[4:7], partials[0], partials[3], *left, NUM_TILES=num_tiles, TILE=tile, TILES=TILES_A_PASS,
+        LOGPROBS=logprobs, ON_GPU=on_gpu, num_warps=PASS_WARPS, **launch,
     )  # fmt: skip
     return Sampled(token_ids, chosen)

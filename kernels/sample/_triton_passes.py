@@ -1,11 +1,18 @@
-"""Filters settled by passes of one program over its whole row: for rows whose candidates are too many, and for scores too near to tell."""
+"""The sampler's third kernel: passes of one large program over its whole row, for the few rows that the second left pending."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from kernels.sample._triton_noise import best_of, exact_gumbel, fast_scores, is_near, keys_of, ordered, tile_bits, value_of
 
 _MASKED_ID = tl.constexpr(0x7FFFFFFF)
+BY_SCAN = tl.constexpr(1)
+"""Why a row is pending: the scan's two best scores are near, among tiles whose best scores are known."""
+BY_NOISE = tl.constexpr(2)
+"""Candidates are too many, or hold too little mass: all tokens above the floor are asked for noise."""
+BY_CUT = tl.constexpr(3)
+"""So too, and top-k's cut is not known yet."""
 
 
 @triton.jit
@@ -26,50 +33,57 @@ def _above(values, ids, pivot):
 
 
 @triton.jit
-def _has_above(tile_max_ptr, tile, pivot):
-    return not (tl.load(tile_max_ptr + tile) < value_of((pivot >> 32).to(tl.int32)))
+def _has_above(tile_max_ptr, part, pivot, NUM_TILES: tl.constexpr, TILES: tl.constexpr):
+    """Whether any of the part's TILES tiles reaches the pivot's value."""
+    tile = part * TILES + tl.arange(0, TILES)
+    largest = tl.max(tl.load(tile_max_ptr + tile, mask=tile < NUM_TILES, other=-float("inf")))
+    return not (largest < value_of((pivot >> 32).to(tl.int32)))
 
 
 @triton.jit
-def _count_and_mass(row_ptr, tile_max_ptr, pivot, largest, vocab, temperature, NUM_TILES: tl.constexpr, TILE: tl.constexpr):
+def _count_and_mass(
+    row_ptr, tile_max_ptr, pivot, largest, vocab, temperature, NUM_TILES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr
+):
     """Of the tokens with keys above `pivot`: how many, and the sum of exp(value - largest)."""
-    counts, masses = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.float32)
-    ids = tl.arange(0, TILE)
+    PART: tl.constexpr = TILE * TILES
+    counts, masses = tl.zeros([PART], tl.int32), tl.zeros([PART], tl.float32)
+    ids = tl.arange(0, PART)
     following = load_values(row_ptr, ids, vocab)
-    for tile in range(NUM_TILES):
+    for part in range(tl.cdiv(NUM_TILES, TILES)):
         x = following
-        following = load_values(row_ptr, ids + TILE, vocab)  # on its way while this tile is counted
-        if _has_above(tile_max_ptr, tile, pivot):
+        following = load_values(row_ptr, ids + PART, vocab)  # on its way while this part is counted
+        if _has_above(tile_max_ptr, part, pivot, NUM_TILES, TILES):
             values = divided(x, temperature)
             above = _above(values, ids, pivot) & (ids < vocab)
             counts += above.to(tl.int32)
             masses += tl.where(above, tl.exp(values - largest), 0.0)
-        ids += TILE
+        ids += PART
     return tl.sum(counts), tl.sum(masses)
 
 
 @triton.jit
 def _best_by_fast_noise(
     row_ptr, tile_max_ptr, floor, seed, choice, position, vocab, temperature,
-    NUM_TILES: tl.constexpr, TILE: tl.constexpr, ON_GPU: tl.constexpr,
+    NUM_TILES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """(best score, its id, second best score) of the tokens with keys above `floor`."""
-    best, second = tl.full([TILE], -float("inf"), tl.float32), tl.full([TILE], -float("inf"), tl.float32)
-    best_ids = tl.full([TILE], _MASKED_ID, tl.int32)
-    ids = tl.arange(0, TILE)
+    PART: tl.constexpr = TILE * TILES
+    best, second = tl.full([PART], -float("inf"), tl.float32), tl.full([PART], -float("inf"), tl.float32)
+    best_ids = tl.full([PART], _MASKED_ID, tl.int32)
+    ids = tl.arange(0, PART)
     following = load_values(row_ptr, ids, vocab)
-    for tile in range(NUM_TILES):
+    for part in range(tl.cdiv(NUM_TILES, TILES)):
         x = following
-        following = load_values(row_ptr, ids + TILE, vocab)
-        if _has_above(tile_max_ptr, tile, floor):
+        following = load_values(row_ptr, ids + PART, vocab)
+        if _has_above(tile_max_ptr, part, floor, NUM_TILES, TILES):
             values = divided(x, temperature)
             alive = _above(values, ids, floor) & (ids < vocab)
-            scores = fast_scores(values, tile_bits(seed, choice, position, tile * TILE, TILE), ON_GPU)
+            scores = fast_scores(values, tile_bits(seed, choice, position, part * PART, PART), ON_GPU)
             scores = tl.where(alive, scores, -float("inf"))
             best_ids = tl.where(alive & ((scores > best) | (best_ids == _MASKED_ID)), ids, best_ids)
             second = tl.maximum(second, tl.minimum(best, scores))
             best = tl.maximum(best, scores)
-        ids += TILE
+        ids += PART
     row_best, token, row_second = best_of(best, best_ids)
     return row_best, token, tl.maximum(row_second, tl.max(tl.where(best_ids == token, second, -float("inf"))))
 
@@ -94,18 +108,17 @@ def _best_by_exact_noise(
 
 
 @triton.jit
-def settle_by_passes(
-    row_ptr, tile_best_ptr, tile_max_ptr, best, best_id, second, floor, top_p, total, largest, seed, choice, position, vocab, temperature,
-    NUM_TILES: tl.constexpr, TILE: tl.constexpr, ON_GPU: tl.constexpr,
+def _settle(
+    row_ptr, tile_best_ptr, tile_max_ptr, best, known, floor, top_p, total, largest, seed, choice, position, vocab, temperature,
+    NUM_TILES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """The best token with a key above `floor` that top-p keeps; best_id < 0: no best score is known yet."""
+    """The best token with a key above `floor` that top-p keeps; known: the scan's best score, near another, is `best`."""
     PART: tl.constexpr = TILE if TILE < 1024 else 1024
-    token, settled = best_id, False
-    known = best_id >= 0
+    token, settled, second = tl.full([], -1, tl.int32), False, best
     while not settled:
         if not known:
             best, token, second = _best_by_fast_noise(
-                row_ptr, tile_max_ptr, floor, seed, choice, position, vocab, temperature, NUM_TILES, TILE, ON_GPU
+                row_ptr, tile_max_ptr, floor, seed, choice, position, vocab, temperature, NUM_TILES, TILE, TILES, ON_GPU
             )
         if is_near(best, second):
             # Only while the tiles' best scores are those of the scan do they say which tiles matter
@@ -117,7 +130,7 @@ def settle_by_passes(
         key = keys_of(tl.math.div_rn(value, temperature), token)
         settled = key > floor
         if settled & (top_p < 1.0):
-            count, mass = _count_and_mass(row_ptr, tile_max_ptr, key, largest, vocab, temperature, NUM_TILES, TILE)
+            count, mass = _count_and_mass(row_ptr, tile_max_ptr, key, largest, vocab, temperature, NUM_TILES, TILE, TILES)
             settled = (count == 0) | (not (mass >= top_p * total))
             if not settled:
                 floor = key
@@ -126,17 +139,44 @@ def settle_by_passes(
 
 
 @triton.jit
-def kth_key_by_passes(row_ptr, tile_max_ptr, k, largest, vocab, temperature, NUM_TILES: tl.constexpr, TILE: tl.constexpr):
+def _kth_key(row_ptr, tile_max_ptr, k, largest, vocab, temperature, NUM_TILES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
     """The k-th largest key of the row, less 1; and the mass above that."""
     lowest = (ordered(tl.full([], -float("inf"), tl.float32)).to(tl.int64) << 32) - 1
     low, high = lowest, (ordered(largest).to(tl.int64) + 1) << 32
     count, mass = 0, 0.0
     while (high > low + 1) & (count != k):
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        count, mass = _count_and_mass(row_ptr, tile_max_ptr, middle, largest, vocab, temperature, NUM_TILES, TILE)
+        count, mass = _count_and_mass(row_ptr, tile_max_ptr, middle, largest, vocab, temperature, NUM_TILES, TILE, TILES)
         if count >= k:
             low = middle
         else:
             high = middle
-    count, mass = _count_and_mass(row_ptr, tile_max_ptr, low, largest, vocab, temperature, NUM_TILES, TILE)
+    count, mass = _count_and_mass(row_ptr, tile_max_ptr, low, largest, vocab, temperature, NUM_TILES, TILE, TILES)
     return low, mass
+
+
+@triton.jit
+def passes_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, choice_ptr, position_ptr, best_ptr, max_ptr, token_ptr, logprob_ptr,
+    pending_ptr, floor_ptr, numbers_ptr, vocab, row_stride,
+    NUM_TILES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, LOGPROBS: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    if ON_GPU:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    pending = tl.load(pending_ptr + row)
+    if pending > 0:
+        row_ptr, tile_max_ptr = logits_ptr + row * row_stride, max_ptr + row * NUM_TILES
+        temperature, top_p, floor = tl.load(temperature_ptr + row), tl.load(top_p_ptr + row), tl.load(floor_ptr + row)
+        best, largest, total = tl.load(numbers_ptr + row * 4), tl.load(numbers_ptr + row * 4 + 1), tl.load(numbers_ptr + row * 4 + 2)
+        if pending == BY_CUT:
+            cut, total = _kth_key(row_ptr, tile_max_ptr, tl.load(top_k_ptr + row), largest, vocab, temperature, NUM_TILES, TILE, TILES)
+            floor = tl.maximum(floor, cut)
+        token = _settle(
+            row_ptr, best_ptr + row * NUM_TILES, tile_max_ptr, best, pending == BY_SCAN, floor, top_p, total, largest,
+            tl.load(seed_ptr + row), tl.load(choice_ptr + row), tl.load(position_ptr + row), vocab, temperature,
+            NUM_TILES, TILE, TILES, ON_GPU,
+        )  # fmt: skip
+        tl.store(token_ptr + row, token.to(tl.int64))
+        if LOGPROBS:
+            tl.store(logprob_ptr + row, tl.load(row_ptr + token).to(tl.float32) - tl.load(numbers_ptr + row * 4 + 3))
