@@ -75,7 +75,8 @@ def _planes(x: torch.Tensor, w: torch.Tensor, config: Config | None = None) -> t
     if num_tokens > 0:
         partial_logits_kernel[grid](
             x, w, planes, num_tokens, num_experts, hidden, x.stride(0), w.stride(0), planes.stride(0), K_PER_SPLIT=k_per_split,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, EVEN_K=even, PDL=pdl, AHEAD=config.ahead and even and aligned,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, EVEN_K=even, PDL=pdl,
+            AHEAD=config.ahead and even and aligned,
             num_warps=config.warps, num_stages=config.stages, **_launch(pdl),
         )  # fmt: skip
     return planes
