@@ -5,7 +5,7 @@ import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
 from kernels.mla_decode import Lengths, MlaDecodeShape, PageTables, PlanLimits
-from kernels.mla_decode._schedule import Work, equal_shares
+from kernels.mla_decode._schedule import EVEN, Work, equal_shares, flashinfer_imbalance
 from kernels.mla_decode._tables import DeviceArrays, flat_pages, psum, to_ints
 
 _ROWS = 64  # of the queries' heads that one thread block takes
@@ -44,9 +44,9 @@ class FlashInferMlaDecode:
         self._indices.upload([flat_pages(page_tables, counts)])
         self._planned.synchronize()  # pinned buffers, FlashInfer's and ours, may still be read by the last plan's copies
         clusters_of = 2 if self._num_queries * heads // len(q) > _ROWS else 1  # FlashInfer's rule
-        work = equal_shares(
-            q, kv, counts, num_heads=heads, num_clusters=self._num_sms // clusters_of, rows=_ROWS * clusters_of, num_sms=self._num_sms
-        )
+        clusters, rows, work = self._num_sms // clusters_of, _ROWS * clusters_of, None
+        if flashinfer_imbalance(q, kv, num_heads=heads, num_clusters=clusters, rows=rows) > EVEN:
+            work = equal_shares(q, kv, counts, num_heads=heads, num_clusters=clusters, rows=rows, num_sms=self._num_sms)
         # causal only among several new tokens; the buffer moves when it grows
         key = (clusters_of, self._num_queries > len(kv), size, self._indices.views[0].data_ptr())
         if work is None or key != self._planned_for:

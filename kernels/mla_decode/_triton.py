@@ -17,7 +17,7 @@ from kernels.mla_decode._tables import DeviceArrays, flat_pages, psum, to_ints
 
 MIN_BLOCKS = 2
 """Blocks that a group takes at least: shorter shares cost more in the combine than they save."""
-GLUON = {"CONSUMER_REGS": 232, "LOADER_REGS": 40, "LOADER_WARPS": 4, "PREFETCH": 2}
+GLUON = {"CONSUMER_REGS": 224, "PREFETCH": 2}
 COMBINE_HEADS = 4
 FEW_ROWS = 2048
 """Up to so many rows of the output a program of the combine takes one, beyond it COMBINE_HEADS."""

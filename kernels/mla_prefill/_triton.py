@@ -39,11 +39,11 @@ def merge_states_triton(
     lse = torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device)
     num_rows = num_queries * num_heads
     if num_rows:
-        rows = 32 if out_a.is_cuda else 64
+        rows = 8 if out_a.is_cuda else 64  # measured with one warp; 32 rows and four warps take a quarter longer at 256 tokens
         _merge_kernel[(triton.cdiv(num_rows, rows),)](
             out_a, lse_a, out_b, lse_b, out, lse,
             out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1),
             lse_a.stride(0), lse_a.stride(1), lse_b.stride(0), lse_b.stride(1),
-            num_rows, HEADS=num_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROWS=rows,
+            num_rows, HEADS=num_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROWS=rows, num_warps=1,
         )  # fmt: skip
     return out, lse

@@ -9,7 +9,7 @@ import torch
 
 from kernels.backend import BackendError
 from kernels.mla_decode import MlaDecode, MlaDecodeShape, PlanLimits, create_mla_decode, why_not_flashinfer
-from kernels.mla_decode._schedule import equal_shares
+from kernels.mla_decode._schedule import equal_shares, flashinfer_imbalance
 from kernels.numerics import relative_error
 from kernels.timing import compare_us
 from tests.bench.report import Row
@@ -264,6 +264,14 @@ def test_equal_shares_cover_every_entry_once(heads: int, clusters: int, rows: in
                 assert work.merge_partial_packed_offset_start[at] == partial[0] and work.merge_partial_stride[at] == height
                 assert work.merge_partial_packed_offset_end[at] == partial[-1] + height
     assert rows_merged == sorted(rows_split) and max(partial_rows) < 2 * clusters * rows
+
+
+def test_imbalance_is_that_of_flashinfer() -> None:
+    """Four rounds of 66 clusters for 256 tiles; lengths in random order; a remainder of 136 entries a request."""
+    uneven = np.random.default_rng(0).permutation(np.linspace(1000, 9000, 128).astype(np.int32))
+    for kv, q_len, low, high in ((np.full(128, 5000), 2, 1.03, 1.04), (uneven, 2, 1.15, 1.25), (np.full(64, 5000), 1, 1.2, 1.3)):
+        got = flashinfer_imbalance(np.full(len(kv), q_len, np.int32), kv.astype(np.int32), num_heads=128, num_clusters=66, rows=128)
+        assert low < got < high
 
 
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
