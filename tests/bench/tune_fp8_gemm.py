@@ -32,7 +32,7 @@ TILES = {  # rows -> block_m, block_n, warps, swap
     32: [(32, 64, 4, True), (32, 128, 4, True), (32, 128, 8, True), (64, 16, 4, False), (64, 32, 4, False)],
     64: [(64, 16, 4, False), (64, 32, 4, False), (64, 64, 4, False), (64, 128, 4, False), (64, 128, 8, False)],
     128: [(128, 32, 8, False), (128, 64, 4, False), (128, 64, 8, False), (128, 128, 8, False), (64, 128, 4, False)],
-    256: [(256, 64, 8, False), (128, 64, 8, False), (128, 128, 8, False)],
+    256: [(256, 128, 4, False), (256, 64, 8, False), (128, 64, 8, False), (128, 128, 8, False)],
 }
 SPLIT_K = 10
 DEADLINE_S = 80
@@ -53,15 +53,17 @@ def candidates(case: Case) -> list[Config | Streamed]:
         stage = (block_m + block_n) * 128 + max(block_m, 32) * 4
         tiles, blocks = -(-case.m // block_m) * -(-case.n // block_n), case.k // 128
         registers = min(255, REGISTERS // (resident * (warps + 4) * 32) // 8 * 8)
-        needed = block_m * block_n * 2 // (warps * 32) + 40  # registers: the sums, a block's bare sums, and others
-        if resident < 4 and (registers * (warps + 4) - 160) // warps >= needed:
+        consumers = 2 if (block_m, block_n) == (256, 128) else 1
+        registers = 168 if consumers == 2 else registers
+        needed = block_m * block_n * (1.5 if consumers == 2 else 2) // (consumers * warps * 32) + 40  # sums, a block's bare sums, others
+        if resident < 4 // consumers and (consumers == 2 or (registers * (warps + 4) - 160) // warps >= needed):
             stages = min(10, (SHARED // resident - 3072) // stage)
             splits = {tiles * s for s in range(1, 9) if 0.8 * SMS * resident <= tiles * s <= SMS * resident}
-            programs = {SMS * resident, *([SMS] if resident == 2 else []), *splits}
+            programs = {SMS * resident, *([SMS] if resident == 2 else []), *splits, *([tiles] if tiles > SMS else [])}
             if stages >= 3:
                 streamed += [Streamed(block_m, block_n, p, stages, warps, registers, swap) for p in sorted(programs) if p <= tiles * blocks]
         stages = min(6, (SHARED // resident - 2048) // stage)
-        if stages < 2 or (resident > 1 and resident * needed * warps * 32 > REGISTERS):
+        if stages < 2 or consumers == 2 or (resident > 1 and resident * needed * warps * 32 > REGISTERS):
             continue
         for splits, tma in product(range(1, 9), (True, False)):
             if splits > blocks // 2 or (block_m == 256 and not tma):
