@@ -109,9 +109,10 @@ def launch(x: Fp8, w: Fp8, out: torch.Tensor, config: Streamed, partials: torch.
     (m, k), n = x.data.shape, w.data.shape[0]
     tiles, k_blocks = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), k // GROUP
     programs = min(config.programs, tiles * k_blocks)
-    slots = triton.cdiv(programs, tiles) + 1
+    slots = programs // tiles if programs % tiles == 0 else triton.cdiv(programs, tiles) + 1  # the most programs that share a tile
+    room = tiles * slots * config.block_m * config.block_n if slots > 1 else 0
     assert k_blocks <= MOST_BLOCKS.value and tiles * k_blocks * programs < 2**31, f"{m=} {n=} {k=} {config=}"
-    assert 2 * tiles <= counters.numel() and tiles * slots * config.block_m * config.block_n <= partials.numel(), f"{m=} {n=} {k=} {config=}"
+    assert room <= partials.numel() and (slots == 1 or 2 * tiles <= counters.numel()), f"{m=} {n=} {k=} {config=}"
     x_desc = TensorDescriptor(x.data, [m, k], [x.data.stride(0), 1], [config.block_m, GROUP], TILE)
     w_desc = TensorDescriptor(w.data, [n, k], [k, 1], [config.block_n, GROUP], TILE)
     xs_desc = TensorDescriptor(x.scale, [k_blocks, m], [x.scale.stride(1), 1], [1, max(32, config.block_m)], SCALES)
