@@ -62,7 +62,7 @@ def fp8_gemm_torch(x: Fp8, w: Fp8, out: torch.Tensor) -> None:
 
 
 def fp8_gemm_triton(x: Fp8, w: Fp8, out: torch.Tensor) -> None:
-    """Split-K, with the table's configuration."""
+    """Split-K in Triton or stream-K in Gluon, with the table's configuration."""
     from kernels.fp8_gemm._triton import fp8_gemm
 
     fp8_gemm(x, w, out, choose(out.shape[0], out.shape[1], x.data.shape[1]).config)
