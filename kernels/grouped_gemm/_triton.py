@@ -99,8 +99,6 @@ def choose_masked(expected_m: int) -> dict[str, int | bool]:
     """Tile, stages, warps and programs an SM; with few rows the weights take the place of the 64-row operand."""
     if expected_m <= 16:
         return {"BLOCK_M": 16, "BLOCK_N": 128, "SWAP": True, "STAGES": 5, "FLATTEN": True, "num_warps": 4, "PER_SM": 2}
-    if expected_m <= 32:
-        return {"BLOCK_M": 32, "BLOCK_N": 128, "SWAP": True, "STAGES": 5, "FLATTEN": True, "num_warps": 4, "PER_SM": 2}
     if expected_m <= 64:
         return {"BLOCK_M": 64, "BLOCK_N": 128, "SWAP": False, "STAGES": 6, "FLATTEN": True, "num_warps": 4, "PER_SM": 1}
     return {"BLOCK_M": 128, "BLOCK_N": 128, "SWAP": False, "STAGES": 4, "FLATTEN": True, "num_warps": 8, "PER_SM": 1}
