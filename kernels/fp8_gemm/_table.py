@@ -43,7 +43,7 @@ MEASURED: dict[tuple[int, int], dict[int, Choice]] = {
         16: Choice(Streamed(16, 64, 231, 10, 4, 128, True), True),
         32: Choice(Streamed(32, 64, 132, 9, 4, 128, True), True),
         64: Choice(Streamed(64, 64, 132, 6, 4, 128, False), True),
-        128: Choice(Streamed(128, 32, 264, 5, 8, 80, False), True),
+        128: Choice(Streamed(128, 32, 264, 5, 8, 80, False), False),
         256: Choice(Streamed(128, 64, 132, 9, 8, 168, False), False),  # 15.0; 12.8
     },
     (7168, 16384): {  # o_proj: 31.9, 33.0, 34.2, 43.3; 36.6, 37.5, 36.7, 45.7
@@ -51,7 +51,7 @@ MEASURED: dict[tuple[int, int], dict[int, Choice]] = {
         32: Choice(Streamed(32, 64, 112, 10, 4, 255, True), True),
         64: Choice(Streamed(64, 64, 112, 10, 4, 255, False), True),
         128: Choice(Streamed(128, 128, 112, 6, 8, 168, False), True),
-        256: Choice(Streamed(256, 128, 112, 4, 4, 168, False), False),  # 63.6; 57.3 to 60
+        256: Choice(Streamed(256, 128, 112, 4, 4, 168, False), False),  # 63.6; 57.3 to 61.5, mostly 60
     },
     (24576, 1536): {  # q_b: 11.1, 12.0, 13.4, 15.0; 16.3, 16.5, 16.0, 36.6
         16: Choice(Streamed(16, 64, 384, 7, 4, 80, True), True),
@@ -71,17 +71,17 @@ MEASURED: dict[tuple[int, int], dict[int, Choice]] = {
         64: Choice(Streamed(64, 64, 112, 10, 4, 255, False), True),
         128: Choice(Config(64, 128, 1, 6, 4, False), False),  # 9.0; 8.9
     },
-    (36864, 7168): {  # dense gate and up: 67.8; 71.3
-        16: Choice(Streamed(16, 128, 132, 10, 4, 255, True), True),
+    (36864, 7168): {
+        16: Choice(Streamed(16, 128, 132, 10, 4, 255, True), False),  # dense gate and up: 67.8; 69.7
         32: Choice(Streamed(32, 64, 264, 9, 4, 128, True), False),  # 72.5; 69.8
         64: Choice(Streamed(64, 64, 264, 6, 4, 128, False), False),  # 75.4; 70.5
     },
-    (7168, 18432): {  # dense down: 35.1, 36.2, 37.4, 48.1; 40.2, 40.5, 40.1, 51.3
+    (7168, 18432): {  # dense down: 35.1, 36.2; 40.2, 40.5
         16: Choice(Streamed(16, 64, 112, 10, 4, 255, True), True),
         32: Choice(Streamed(32, 64, 112, 10, 4, 255, True), True),
-        64: Choice(Streamed(64, 64, 112, 10, 4, 255, False), True),
-        128: Choice(Streamed(128, 128, 112, 6, 8, 168, False), True),
-        256: Choice(Streamed(256, 128, 112, 4, 4, 168, False), False),
+        64: Choice(Streamed(64, 64, 112, 10, 4, 255, False), False),  # 37.4; 40.1 in the sweep, but 44; 42.5 in the benchmark, thrice
+        128: Choice(Streamed(128, 128, 112, 6, 8, 168, False), False),  # 48.1; 51.3 in the sweep alone
+        256: Choice(Streamed(256, 128, 112, 4, 4, 168, False), False),  # 69.3; 65.7
     },
     (32768, 512): {  # kv_b: 6.5, 7.1, 8.0; 8.7, 9.0, 9.2
         16: Choice(Streamed(16, 128, 256, 6, 4, 128, True), True),
@@ -91,7 +91,8 @@ MEASURED: dict[tuple[int, int], dict[int, Choice]] = {
     },
 }
 """(n, k) -> the largest m of a bucket -> what is best there. Microseconds with cold L2, a graph of such calls, launched dependently (see
-kernels/launch.py), which DeepGEMM's cannot be."""
+kernels/launch.py), which DeepGEMM's cannot be: in a chain of other kernels ours gain less. Ours is taken where it was 5 % faster in the
+sweep and the benchmark, where it has that shape, does not deny it."""
 
 _SMS = 132
 
