@@ -140,6 +140,10 @@ class ReferenceMlaDecode:
         return out
 
 
+def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype)
+
+
 class TorchMlaDecode:
     """A loop over requests, inside it over pages, on views: no entry is ever copied, so memory stays at scores [q_len * heads, kv_len].
 
@@ -155,7 +159,7 @@ class TorchMlaDecode:
         self._q_lens: list[int] | None = None
 
     def plan(self, pages: torch.Tensor, page_tables: PageTables, kv_lens: Lengths, q_lens: Lengths | None = None) -> None:
-        if self._pages is None or pages.data_ptr() != self._pages.data_ptr() or pages.shape != self._pages.shape:
+        if self._pages is None or not _same_view(pages, self._pages):
             # a view costs a microsecond and half a kilobyte: made once a pool, not once a step
             self._pages, self._full_pages = pages, [self._views(page) for page in pages.unbind(0)]
         size = pages.shape[2]

@@ -1,12 +1,13 @@
 """FlashInfer's paged MLA for Hopper (fa3), on strided views of the page-major pool: no layer is ever copied."""
 
+import flashinfer
 import numpy as np
 import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
 from kernels.mla_decode import Lengths, MlaDecodeShape, PageTables, PlanLimits
-from kernels.mla_decode._schedule import EVEN, Work, equal_shares, flashinfer_imbalance
-from kernels.mla_decode._tables import DeviceArrays, flat_pages, psum, to_ints
+from kernels.mla_decode._schedule import EVEN, Work, equal_shares, flashinfer_imbalance, replaces_work_of
+from kernels.mla_decode._tables import DeviceArrays, check_spans, flat_pages, psum, to_ints
 
 _ROWS = 64  # of the queries' heads that one thread block takes
 _STAGING_INTS = 14 << 14  # FlashInfer's work list: 14 arrays of up to 16,384 entries
@@ -18,6 +19,7 @@ class FlashInferMlaDecode:
 
     Its work list, which we replace by equal shares where they pay, and ours of pages lie in buffers that never move (FlashInfer takes
     an index tensor on the device as it is), so `run` may be captured once per (requests, queries) and replayed after later plans.
+    The list is private to FlashInfer: versions other than KNOWN_FLASHINFER keep their own schedule.
     """
 
     def __init__(self, shape: MlaDecodeShape, limits: PlanLimits | None) -> None:
@@ -28,6 +30,7 @@ class FlashInferMlaDecode:
         self._indices = DeviceArrays(device, [limits.max_pages if limits else 1 << 14], fixed=limits is not None)
         self._planned = torch.cuda.Event()
         self._planned_for: tuple[int, bool, int, int] | None = None
+        self._replaces_work = replaces_work_of(flashinfer.__version__)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._staging = torch.zeros(_STAGING_INTS, dtype=torch.int32, pin_memory=True)
 
@@ -35,6 +38,7 @@ class FlashInferMlaDecode:
         assert pages.dtype == torch.bfloat16 and pages.shape[3] == self._shape.width and pages.stride(3) == 1, f"{pages.shape=}"
         rank, size, heads = self._shape.kv_lora_rank, pages.shape[2], self._shape.num_heads
         kv, q = to_ints(kv_lens), np.ones(len(kv_lens), np.int32) if q_lens is None else to_ints(q_lens)
+        check_spans(kv, q)
         assert self._limits is None or len(kv) <= self._limits.max_requests, f"{len(kv)} requests, {self._limits=}"
         counts = -(-kv // size)
         self._latents, self._ropes = pages[..., :rank], pages[..., rank:]
@@ -45,7 +49,7 @@ class FlashInferMlaDecode:
         self._planned.synchronize()  # pinned buffers, FlashInfer's and ours, may still be read by the last plan's copies
         clusters_of = 2 if self._num_queries * heads // len(q) > _ROWS else 1  # FlashInfer's rule
         clusters, rows, work = self._num_sms // clusters_of, _ROWS * clusters_of, None
-        if flashinfer_imbalance(q, kv, num_heads=heads, num_clusters=clusters, rows=rows) > EVEN:
+        if self._replaces_work and flashinfer_imbalance(q, kv, num_heads=heads, num_clusters=clusters, rows=rows) > EVEN:
             work = equal_shares(q, kv, counts, num_heads=heads, num_clusters=clusters, rows=rows, num_sms=self._num_sms)
         # causal only among several new tokens; the buffer moves when it grows
         key = (clusters_of, self._num_queries > len(kv), size, self._indices.views[0].data_ptr())

@@ -18,6 +18,8 @@ EVEN = 1.06
 the measured ratio of the two was 1.045 / imbalance within 4 % for batches of 8 to 128."""
 MIN_SHARE = 8
 """Blocks of a share from which on equal shares pay; below, FlashInfer's schedule splits anyway."""
+KNOWN_FLASHINFER = "0.6.13"
+"""The version whose work list `Work` mirrors. Nothing of it is public, so that every other version keeps its own schedule."""
 MIN_USED = 0.9
 """Share of the clusters' time that must be used: a group's clusters idle where requests have fewer new tokens than the longest."""
 
@@ -39,6 +41,11 @@ class Work(NamedTuple):
     kv_start: Ints
     kv_end: Ints
     work_indptr: Ints  # [num_clusters + 1]
+
+
+def replaces_work_of(version: str) -> bool:
+    """Whether this FlashInfer's work list is the one we know; a local part such as +cu130 does not count."""
+    return version.split("+")[0] == KNOWN_FLASHINFER
 
 
 def flashinfer_imbalance(q: Ints, kv: Ints, *, num_heads: int, num_clusters: int, rows: int) -> float:

@@ -6,7 +6,7 @@ from itertools import chain, islice
 import numpy as np
 import torch
 
-from kernels.mla_decode import Lengths, PageTables
+from kernels.mla_decode import MAX_Q_LEN, Lengths, PageTables
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -14,6 +14,11 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 def to_ints(values: Lengths) -> Ints:
     """A list or a host tensor as int32."""
     return np.asarray(values, dtype=np.int32)
+
+
+def check_spans(kv: Ints, q: Ints) -> None:
+    """Assert what `MlaDecode.plan` asks of kv_lens and q_lens."""
+    assert kv.shape == q.shape and ((q >= 1) & (q <= MAX_Q_LEN) & ((kv == 0) | (kv >= q))).all(), f"{kv=} {q=}"
 
 
 def psum(counts: Ints) -> Ints:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.backend import interpreting
 from kernels.mla_decode import Lengths, MlaDecodeShape, PageTables, PlanLimits
-from kernels.mla_decode._tables import DeviceArrays, flat_pages, psum, to_ints
+from kernels.mla_decode._tables import DeviceArrays, check_spans, flat_pages, psum, to_ints
 
 MIN_BLOCKS = 2
 """Blocks that a group takes at least: shorter shares cost more in the combine than they save."""
@@ -154,6 +154,7 @@ class TritonMlaDecode:
     def plan(self, pages: torch.Tensor, page_tables: PageTables, kv_lens: Lengths, q_lens: Lengths | None = None) -> None:
         assert pages.shape[3] == self._shape.width and pages.stride(3) == 1, f"{pages.shape=} {pages.stride()=}"
         kv, q = to_ints(kv_lens), np.ones(len(kv_lens), np.int32) if q_lens is None else to_ints(q_lens)
+        check_spans(kv, q)
         self._pages, self._num_queries = pages, int(q.sum())
         if not self._num_queries:
             return

@@ -19,7 +19,7 @@ from kernels.mla_decode import (
     prefers_triton,
     why_not_flashinfer,
 )
-from kernels.mla_decode._schedule import equal_shares, flashinfer_imbalance
+from kernels.mla_decode._schedule import equal_shares, flashinfer_imbalance, replaces_work_of
 from kernels.numerics import relative_error
 from kernels.timing import compare_us
 from tests.bench.report import Row
@@ -229,14 +229,29 @@ def test_offsets_beyond_32_bits(backend: str) -> None:
     assert relative_error(got, by_sdpa(shape, step, [130, 60], [2, 1], 0)) < TOLERANCE[FLOAT]
 
 
-def test_rejects_what_the_contract_excludes() -> None:
-    pages, tables, _ = make_step(SHAPE, [8], [1], 8, torch.float32, "cpu")
-    mla = create_mla_decode(SHAPE)
-    for q_lens in ([0], [5], [9]):
+@pytest.mark.parametrize("backend", ["torch", "reference", "triton", "flashinfer"])
+def test_rejects_lengths_that_the_contract_excludes(backend: str) -> None:
+    shape = V3 if ON_GPU else SHAPE
+    pages, tables, _ = make_step(shape, [8], [1], 8, FLOAT, DEVICE)
+    mla = make(backend, shape, FLOAT)
+    for kv_len, q_len in ((8, 0), (8, 5), (8, 9), (1, 2), (-1, 1)):
         with pytest.raises(AssertionError):
-            mla.plan(pages, tables, [8], q_lens)
-    with pytest.raises(AssertionError):
-        mla.plan(pages, tables, [1], [2])
+            mla.plan(pages, tables, [kv_len], [q_len])
+    mla.plan(pages, tables, [4], [4])
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_a_pool_is_more_than_its_address_and_shape(backend: str) -> None:
+    """Every second layer, after the first half of them: both views begin at the same entry."""
+    pool = torch.randn(3, 4, 8, SHAPE.width, generator=generator("views", "cpu"))
+    q = torch.randn(1, 3, SHAPE.width, generator=generator("views q", "cpu"))
+    mla = create_mla_decode(SHAPE, backend=backend)
+    for pages in (pool[:, :2], pool[:, ::2]):
+        mla.plan(pages, [[2, 0, -1]], [11])
+        assert relative_error(mla.run(q, 1), by_sdpa(SHAPE, (pages, [[2, 0, -1]], q), [11], [1], 1)) < 1e-5
+
+
+def test_rejects_dims_that_flashinfer_lacks() -> None:
     with pytest.raises(BackendError, match="kv_lora_rank 512"):
         create_mla_decode(SHAPE, backend="flashinfer", device_type="cuda", dtype=torch.bfloat16)
     assert "bfloat16" in why_not_flashinfer(V3, torch.float32) and not why_not_flashinfer(V3, torch.bfloat16)
@@ -274,6 +289,11 @@ def test_equal_shares_cover_every_entry_once(heads: int, clusters: int, rows: in
                 assert work.merge_partial_packed_offset_start[at] == partial[0] and work.merge_partial_stride[at] == height
                 assert work.merge_partial_packed_offset_end[at] == partial[-1] + height
     assert rows_merged == sorted(rows_split) and max(partial_rows) < 2 * clusters * rows
+
+
+def test_equal_shares_are_for_the_flashinfer_that_is_known() -> None:
+    assert all(map(replaces_work_of, ("0.6.13", "0.6.13+cu130")))
+    assert not any(map(replaces_work_of, ("0.6.12", "0.6.14", "0.6.130", "0.6.13.post1", "0.6.13rc1", "0.7.0", "0.0.0+unknown", "")))
 
 
 @pytest.mark.parametrize("kv_lens,q_lens,large", [([9] * 64, [2] * 64, True), ([9] * 63, [2] * 63, False), ([9] * 64, None, False)])
