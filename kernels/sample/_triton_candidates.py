@@ -111,7 +111,8 @@ def settle_among_candidates(
                 most_mass = _mass_of_k_best(keys, masses, k)
                 least_mass = most_mass
             over = mass >= top_p * most_mass
+        over = over & (key > floor)  # each round raises the floor, or is the last
         settled = not over
         if over:
             floor = key
-    return token
+    return tl.where(token == _MASKED_ID, 0, token)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.sample._triton_noise import best_of, exact_gumbel, fast_scores, is_near, keys_of, ordered, tile_bits, value_of
+from kernels.sample._triton_noise import best_of, exact_gumbel, fast_scores, is_near, keys_of, ordered, tile_bits
 
 _MASKED_ID = tl.constexpr(0x7FFFFFFF)
 BY_SCAN = tl.constexpr(1)
@@ -27,17 +27,19 @@ def divided(x, temperature):
 
 @triton.jit
 def _above(values, ids, pivot):
-    """keys_of(values, ids) > pivot, in fewer instructions; NaN is above any pivot."""
-    value, first = value_of((pivot >> 32).to(tl.int32)), (pivot & _MASKED_ID).to(tl.int32) ^ _MASKED_ID
-    return ((values < value) | ((values == value) & (ids >= first))) == 0
+    """keys_of(values, ids) > pivot for any int64 pivot, in 32 bits: no key has bit 31 set, which therefore is above all ids."""
+    upper, lower = (pivot >> 32).to(tl.int32), pivot & 0xFFFFFFFF
+    end = tl.where(lower > _MASKED_ID, 0, lower ^ _MASKED_ID).to(tl.int32)
+    bits = ordered(values)
+    return (bits > upper) | ((bits == upper) & (ids < end))
 
 
 @triton.jit
 def _has_above(tile_max_ptr, part, pivot, NUM_TILES: tl.constexpr, TILES: tl.constexpr):
     """Whether any of the part's TILES tiles reaches the pivot's value."""
     tile = part * TILES + tl.arange(0, TILES)
-    largest = tl.max(tl.load(tile_max_ptr + tile, mask=tile < NUM_TILES, other=-float("inf")))
-    return not (largest < value_of((pivot >> 32).to(tl.int32)))
+    largest = tl.load(tile_max_ptr + tile, mask=tile < NUM_TILES, other=-float("inf"))
+    return tl.max(ordered(largest)) >= (pivot >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -126,14 +128,15 @@ def _settle(
             token = _best_by_exact_noise(
                 row_ptr, tile_best_ptr, least, floor, seed, choice, position, vocab, temperature, NUM_TILES, TILE, PART
             )
-        value = tl.load(row_ptr + token).to(tl.float32)
-        key = keys_of(tl.math.div_rn(value, temperature), token)
-        settled = key > floor
-        if settled & (top_p < 1.0):
+        token = tl.where(token == _MASKED_ID, 0, token)  # nothing is alive: a row of NaN
+        key = keys_of(tl.math.div_rn(tl.load(row_ptr + token).to(tl.float32), temperature), token)
+        over = False
+        if (top_p < 1.0) & (key > floor):  # each round raises the floor, or is the last
             count, mass = _count_and_mass(row_ptr, tile_max_ptr, key, largest, vocab, temperature, NUM_TILES, TILE, TILES)
-            settled = (count == 0) | (not (mass >= top_p * total))
-            if not settled:
-                floor = key
+            over = (count > 0) & (mass >= top_p * total)
+        if over:
+            floor = key
+        settled = not over
         known = False
     return token
 

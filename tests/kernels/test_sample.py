@@ -98,7 +98,7 @@ def test_equals_the_cpu_sampler(backend: str, vocab: int, coarse: bool) -> None:
     assert_same_tokens(sample(logits, rows, backend=backend).token_ids, logits, rows)
 
 
-@pytest.mark.parametrize("coarse", [True, False], ids=str)
+@pytest.mark.parametrize("coarse", [True, pytest.param(False, marks=pytest.mark.slow)], ids=str)
 def test_several_tiles_and_too_many_candidates(coarse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_available("triton")
     monkeypatch.setattr("kernels.sample._triton.choose_tile", lambda vocab: 256)
@@ -107,6 +107,17 @@ def test_several_tiles_and_too_many_candidates(coarse: bool, monkeypatch: pytest
     if coarse:
         logits = logits.mul(8).round().div(8)
     rows = random_rows(f"tiles {coarse}", 24)
+    assert_same_tokens(sample(logits, rows, backend="triton").token_ids, logits, rows)
+
+
+@pytest.mark.timeout(60)
+def test_equal_logits_by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens tie at every cut that the passes bisect: once a cut between ids made them go on for ever."""
+    skip_unless_available("triton")
+    monkeypatch.setattr("kernels.sample._triton.choose_tile", lambda vocab: 256)
+    monkeypatch.setattr("kernels.sample._triton.MAX_CANDIDATES", 64)
+    rows = rows_of(temperature=1.3, top_k=[5, 200, 200, 0, 0], top_p=[0.3, 1.0, 0.9, 0.3, 1.0], min_p=[0.0, 1.0, 0.0, 0.1, 1.0])
+    logits = torch.zeros(5, 300, device=DEVICE)
     assert_same_tokens(sample(logits, rows, backend="triton").token_ids, logits, rows)
 
 
