@@ -238,8 +238,10 @@ class _Life:
     async def _show(self) -> None:
         delta = self._output.take_delta()
         if delta is not None:
-            await self._write(delta)
-            self._record.shown(len(delta.delta.token_ids))
+            try:
+                await self._write(delta)
+            finally:  # cut off while it writes, the client may have them all the same
+                self._record.shown(len(delta.delta.token_ids))
 
     async def _recover(self, failure: Failure, failed_at: float) -> None:
         """State 8: returns when another attempt has begun, raises what the client gets otherwise."""

@@ -10,12 +10,12 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from proto.baton.v1 import common_pb2
+from proto.baton.v1 import common_pb2, generation_pb2
 from services.router.metrics import OUTCOMES
 from services.runtime.telemetry import _JsonFormatter  # pyright: ignore[reportPrivateUsage]
 from tests.router.byte_model import BOS, ids_of
 from tests.router.fakes import refusal, until
-from tests.router.rig import World, failing, running
+from tests.router.rig import World, failing, request_of, running
 
 PATIENCE = 30.0
 COUNTED = ("baton_prompt_tokens_total", "baton_cached_tokens_total", "baton_output_tokens_total", "baton_request_ttft_seconds_count",
@@ -172,3 +172,23 @@ async def test_log_lines_about_a_request_have_its_id(tmp_path: Path, caplog: pyt
     lines = [json.loads(_JsonFormatter("router").format(record)) for record in caplog.records if "attempt" in record.getMessage()]
     assert lines and all(line["request_id"] == request_id and line["process"] == "router" for line in lines)
     assert lines[0]["time"].endswith("Z") and lines[0]["level"] == "warning"
+
+
+async def test_tokens_whose_write_is_cut_off_count(tmp_path: Path) -> None:
+    """A client may hold what the router was still writing when its deadline passed or it left: no token that it has is missing."""
+    async with running(tmp_path) as world:
+        since, given, stuck = Since(), list[int](), asyncio.Event()
+
+        async def write(reply: generation_pb2.GenerateReply) -> None:
+            given.append(len(reply.delta.token_ids))
+            if sum(given) >= 3:
+                stuck.set()
+                await asyncio.Event().wait()
+
+        request = await world.router.servicer.check(request_of(max_tokens=40, temperature=0.0))
+        task = asyncio.create_task(world.router.dispatcher.run(request, write, None))
+        await asyncio.wait_for(stuck.wait(), PATIENCE)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert since.counts()["baton_output_tokens_total"] == sum(given)
