@@ -34,11 +34,11 @@ def combine_add_rms_norm_quant(
     """Return (quant_fp8(rms_norm(total)), total) with total = combine_reduce(...) + residual, as the two ops give it in turn.
 
     residual  [num_tokens, hidden]  dtype of rows, unit stride in the last dimension, kept; hidden % 128 == 0
-    weight    [hidden]              same dtype
+    weight    [hidden]              same dtype, contiguous
     """
     _check(rows, row_idx, topk_weights, shared)
     assert residual.shape == (row_idx.shape[0], rows.shape[1]) and residual.stride(1) == 1, f"{residual.shape=} {residual.stride()=}"
-    assert weight.shape == rows.shape[1:] and rows.shape[1] % GROUP == 0, f"{weight.shape=} {rows.shape=}"
+    assert weight.shape == rows.shape[1:] and weight.is_contiguous() and rows.shape[1] % GROUP == 0, f"{weight.shape=} {rows.shape=}"
     combine = select(NORM_IMPLEMENTATIONS, backend, rows.device.type, rows.dtype)
     return combine(rows, row_idx, topk_weights, shared, residual, weight, eps)
 

@@ -22,9 +22,8 @@ def fp8_bmm(x: torch.Tensor, w: Fp8, *, out: torch.Tensor | None = None, backend
     if out is None:
         out = torch.empty((*x.shape[:2], w.data.shape[1]), dtype=x.dtype, device=x.device)
     assert out.shape == (*x.shape[:2], w.data.shape[1]) and out.dtype == x.dtype and out.stride(2) == 1, f"{out.shape=} {out.stride()=}"
-    if x.shape[0] == 0:
-        return out
-    return select(IMPLEMENTATIONS, backend, x.device.type, x.dtype)(x, w, out)
+    multiply = select(IMPLEMENTATIONS, backend, x.device.type, x.dtype)
+    return multiply(x, w, out) if x.shape[0] else out
 
 
 def fp8_bmm_quant(x: torch.Tensor, w: Fp8, *, backend: Backend = "auto") -> Fp8:
@@ -36,9 +35,8 @@ def fp8_bmm_quant(x: torch.Tensor, w: Fp8, *, backend: Backend = "auto") -> Fp8:
     assert w.data.shape[1] % GROUP == 0, f"{w.data.shape=}"
     rows, width = x.shape[0], w.data.shape[0] * w.data.shape[1]
     out = Fp8(torch.empty((rows, width), dtype=FP8, device=x.device), empty_token_scales(rows, width, device=x.device))
-    if rows == 0:
-        return out
-    return select(QUANT_IMPLEMENTATIONS, backend, x.device.type, x.dtype)(x, w, out)
+    multiply = select(QUANT_IMPLEMENTATIONS, backend, x.device.type, x.dtype)
+    return multiply(x, w, out) if rows else out
 
 
 def split_fp8_kv_b(kv_b: Fp8, num_heads: int, nope_dim: int) -> tuple[Fp8, Fp8]:

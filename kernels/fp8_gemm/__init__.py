@@ -31,9 +31,10 @@ def fp8_gemm(x: Fp8, w: Fp8, *, out: torch.Tensor | None = None, backend: Backen
     if out is None:
         out = torch.empty((m, n), dtype=torch.bfloat16, device=x.data.device)
     assert out.shape == (m, n) and out.stride(1) == 1 and out.dtype in (torch.bfloat16, torch.float32), f"{out.shape=} {out.dtype=}"
-    if m == 0 or n == 0:
-        return out
     device = x.data.device.type
+    if m == 0 or n == 0:
+        select(IMPLEMENTATIONS, backend, device, FP8)  # refuses for no rows what it refuses for some
+        return out
     if backend == "auto" and choose(m, n, k).beats_deep_gemm and not why_not_automatic("triton", device, FP8):
         backend = "triton"
     select(IMPLEMENTATIONS, backend, device, FP8)(x, w, out)

@@ -14,19 +14,19 @@ def grouped_gemm_masked(x: Fp8, w: Fp8, num_rows: torch.Tensor, *, expected_m: i
 
     x         [groups, max_m, k]  per_token_128, data contiguous, scale as `empty_token_scales` lays it out; max_m % 128 == 0
     w         [groups, n, k]      per_block_128x128, contiguous; n % 64 == 0, k % 128 == 0
-    num_rows  [groups] int32      on x's device and read there alone; 0 is legal
+    num_rows  [groups] int32      contiguous, on x's device and read there alone; 0 is legal
     expected_m                    rows a group that are likely: chooses tiles, never results
     returns   [groups, max_m, n]  bfloat16; rows from num_rows[g] up to the next multiple of 128 hold anything, later ones
                                   are neither read nor written
     """
     (groups, max_m, _), n = x.data.shape, w.data.shape[1]
-    assert max_m % ROW_ALIGNMENT == 0 and num_rows.shape == (groups,) and num_rows.dtype == torch.int32, f"{max_m=} {num_rows.shape=}"
+    assert max_m % ROW_ALIGNMENT == 0, f"{max_m=}"
+    _check_ints(num_rows, groups)
     _check(x, w)
     out = torch.empty((groups, max_m, n), dtype=torch.bfloat16, device=x.data.device)
-    if out.numel() == 0:
-        return out
     table = SMALL_M_IMPLEMENTATIONS if prefers_triton(groups, expected_m) else IMPLEMENTATIONS
-    return select(table, backend, x.data.device.type, torch.bfloat16)(x, w, num_rows, expected_m, out)
+    multiply = select(table, backend, x.data.device.type, torch.bfloat16)
+    return multiply(x, w, num_rows, expected_m, out) if out.numel() else out
 
 
 def grouped_gemm_contiguous(x: Fp8, w: Fp8, group_of_row: torch.Tensor, *, backend: Backend = "auto") -> torch.Tensor:
@@ -34,17 +34,17 @@ def grouped_gemm_contiguous(x: Fp8, w: Fp8, group_of_row: torch.Tensor, *, backe
 
     x             [m, k]          per_token_128, data contiguous, scale as `empty_token_scales` lays it out; m % 128 == 0
     w             [groups, n, k]  per_block_128x128, contiguous; n % 64 == 0, k % 128 == 0
-    group_of_row  [m] int32       on x's device; each 128 rows belong to one group, of which the last may be padding: -1;
+    group_of_row  [m] int32       contiguous, on x's device; each 128 rows belong to one group, of which the last may be padding: -1;
                                   128 rows that are all padding are skipped
     returns       [m, n]          bfloat16; rows of padding hold anything
     """
     m = x.data.shape[0]
-    assert m % ROW_ALIGNMENT == 0 and group_of_row.shape == (m,) and group_of_row.dtype == torch.int32, f"{m=} {group_of_row.shape=}"
+    assert m % ROW_ALIGNMENT == 0, f"{m=}"
+    _check_ints(group_of_row, m)
     _check(x, w)
     out = torch.empty((m, w.data.shape[1]), dtype=torch.bfloat16, device=x.data.device)
-    if out.numel() == 0:
-        return out
-    return select(CONTIGUOUS_IMPLEMENTATIONS, backend, x.data.device.type, torch.bfloat16)(x, w, group_of_row, out)
+    multiply = select(CONTIGUOUS_IMPLEMENTATIONS, backend, x.data.device.type, torch.bfloat16)
+    return multiply(x, w, group_of_row, out) if out.numel() else out
 
 
 def prefers_triton(groups: int, expected_m: int) -> bool:
@@ -55,6 +55,10 @@ def prefers_triton(groups: int, expected_m: int) -> bool:
     and 32 nothing was measured.
     """
     return expected_m <= 64 and groups >= 16
+
+
+def _check_ints(values: torch.Tensor, size: int) -> None:
+    assert values.shape == (size,) and values.dtype == torch.int32 and values.is_contiguous(), f"{values.shape=} {size=} {values.stride()=}"
 
 
 def _check(x: Fp8, w: Fp8) -> None:

@@ -32,10 +32,11 @@ def latent_store(
     latent    [num_tokens, kv_lora_rank]  any float dtype, unit stride in the last dimension
     key_rope  [num_tokens, rope]          same dtype, unit stride in the last dimension
     pages     [num_pages, num_layers, page_size, kv_lora_rank + rope]  contiguous, written in place; entries are rounded to its dtype
-    rows      [num_tokens] int64: rows of `pages.view(-1, width)`, one layer of `pool_rows`, all different
+    rows      [num_tokens] int64, contiguous: rows of `pages.view(-1, width)`, one layer of `pool_rows`, all different
     """
     assert pages.is_contiguous() and pages.shape[-1] == latent.shape[1] + key_rope.shape[1], f"{pages.shape=} {latent.shape=}"
     assert latent.stride(1) == 1 and key_rope.stride(1) == 1, f"{latent.stride()=} {key_rope.stride()=}"
+    _check_rows(rows, latent.shape[0])
     select(IMPLEMENTATIONS, backend, latent.device.type, latent.dtype)(latent, key_rope, pages, rows)
 
 
@@ -46,13 +47,13 @@ def qkv_norm_rope_store(
     """What stands between the fused first projection and q_b: q normed and quantised, latent normed, key rotated, both stored.
 
     qkv        [num_tokens, q_lora_rank + kv_lora_rank + rope]  bf16 or fp32, unit stride in the last dimension; q_lora_rank % 128 == 0
-    q_weight   [q_lora_rank], kv_weight [kv_lora_rank]          dtype of qkv
+    q_weight   [q_lora_rank], kv_weight [kv_lora_rank]          dtype of qkv, contiguous
     rotation   [num_tokens, rope / 2]                           complex64, contiguous
     pages      [num_pages, num_layers, page_size, kv_lora_rank + rope]  contiguous, dtype of qkv
     rows       [num_tokens] int64                               as in `latent_store`; -1: a padded token, for which nothing is written
     returns    q as `rms_norm_quant` gives it: data [num_tokens, q_lora_rank], scale per_token_128
     """
-    assert q_weight.ndim == 1 and q_weight.shape[0] % GROUP == 0, f"{q_weight.shape=}"
+    assert q_weight.ndim == 1 and q_weight.is_contiguous() and q_weight.shape[0] % GROUP == 0, f"{q_weight.shape=} {q_weight.stride()=}"
     _check(qkv, q_weight.shape[0], kv_weight, rotation, pages, rows)
     q = empty_fp8(qkv.shape[0], q_weight.shape[0], device=qkv.device)
     select(FUSED_IMPLEMENTATIONS, backend, qkv.device.type, qkv.dtype)(qkv, q_weight, kv_weight, rotation, pages, rows, eps, q)
@@ -75,7 +76,12 @@ def _check(
     rope = x.shape[1] - q_lora_rank - kv_weight.shape[0]
     assert rope % 2 == 0 and rotation.shape == (x.shape[0], rope // 2) and rotation.is_contiguous(), f"{x.shape=} {rotation.shape=}"
     assert pages.is_contiguous() and pages.shape[-1] == kv_weight.shape[0] + rope, f"{pages.shape=} {x.shape=}"
-    assert rows.shape == x.shape[:1] and rows.dtype == torch.int64 and pages.dtype == x.dtype, f"{rows=} {pages.dtype=} {x.dtype=}"
+    assert pages.dtype == x.dtype and kv_weight.is_contiguous(), f"{pages.dtype=} {x.dtype=} {kv_weight.stride()=}"
+    _check_rows(rows, x.shape[0])
+
+
+def _check_rows(rows: torch.Tensor, num_tokens: int) -> None:
+    assert rows.shape == (num_tokens,) and rows.dtype == torch.int64 and rows.is_contiguous(), f"{rows=} {rows.stride()=} {num_tokens=}"
 
 
 def latent_store_reference(latent: torch.Tensor, key_rope: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:

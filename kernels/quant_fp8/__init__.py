@@ -1,7 +1,7 @@
 """Quantisation to FP8: activations per token and 128 columns, weights per block of 128x128.
 
 Both: scale = max(largest magnitude, MIN_AMAX) / 448, data = e4m3(x / scale), in fp32 with true divisions, so that every backend gives
-the same bits. A group that holds a NaN becomes NaN as a whole and touches no other.
+the same bits. A group that holds a NaN or an infinity is NaN as a whole once dequantised, by whichever bits, and touches no other.
 """
 
 import torch

@@ -15,7 +15,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, backend: Back
     """Normalise each row of `x` and scale it by `weight`.
 
     x       [num_tokens, hidden]  any float dtype, unit stride in the last dimension
-    weight  [hidden]              same dtype
+    weight  [hidden]              same dtype, contiguous
     returns [num_tokens, hidden]  same dtype, new memory; a row depends on that row of x alone
     """
     _check(x, weight)
@@ -50,7 +50,8 @@ def add_rms_norm_quant(
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> None:
-    assert x.ndim == 2 and x.stride(1) == 1 and weight.shape == x.shape[1:], f"{x.shape=} {x.stride()=} {weight.shape=}"
+    assert x.ndim == 2 and x.stride(1) == 1, f"{x.shape=} {x.stride()=}"
+    assert weight.shape == x.shape[1:] and weight.is_contiguous(), f"{x.shape=} {weight.shape=} {weight.stride()=}"
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1), f"{x.shape=} {residual=}"
 
 

@@ -19,8 +19,14 @@ def rope_(x: torch.Tensor, rotation: torch.Tensor, *, out: torch.Tensor | None =
     returns   out, or x itself
     """
     assert x.ndim == 3 and rotation.shape == (x.shape[0], x.shape[2] // 2), f"{x.shape=} {rotation.shape=}"
-    assert out is None or (out.shape == x.shape and out.dtype == x.dtype), f"{x.shape=} {out=}"
-    return select(IMPLEMENTATIONS, backend, x.device.type, x.dtype)(x, rotation, x if out is None else out)
+    out = x if out is None else out
+    assert out.shape == x.shape and out.dtype == x.dtype and rotation.is_contiguous(), f"{x.shape=} {out.shape=} {rotation.stride()=}"
+    assert _in_pairs(x) and _in_pairs(out), f"{x.stride()=} {out.stride()=}"
+    return select(IMPLEMENTATIONS, backend, x.device.type, x.dtype)(x, rotation, out)
+
+
+def _in_pairs(x: torch.Tensor) -> bool:
+    return x.stride(2) == 1 and x.stride(0) % 2 == x.stride(1) % 2 == 0
 
 
 def rope_reference(x: torch.Tensor, rotation: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

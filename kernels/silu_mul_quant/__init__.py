@@ -26,7 +26,7 @@ def silu_mul_quant_masked(gate_up: torch.Tensor, num_rows: torch.Tensor, *, back
     """The same for groups whose first rows are in use: the layout between the two masked grouped GEMMs.
 
     gate_up   [groups, max_m, 2 * intermediate]  as above; rows and groups may have any even strides
-    num_rows  [groups] int32                     rows in use of each group, 0 .. max_m, read on the device; up to 256 groups
+    num_rows  [groups] int32, contiguous         rows in use of each group, 0 .. max_m, read on the device; up to 256 groups
     returns   data [groups, max_m, intermediate] contiguous, scale [groups, max_m, intermediate / 128] as
               `numerics.empty_token_scales` lays it out; rows beyond a group's count are neither read nor written
     """
@@ -36,7 +36,7 @@ def silu_mul_quant_masked(gate_up: torch.Tensor, num_rows: torch.Tensor, *, back
 
 def _run(gate_up: torch.Tensor, num_rows: torch.Tensor | None, backend: Backend) -> Fp8:
     assert gate_up.shape[2] % (2 * GROUP) == 0 and gate_up.stride(2) == 1, f"{gate_up.shape=} {gate_up.stride()=}"
-    assert num_rows is None or num_rows.dtype == torch.int32, f"{num_rows=}"
+    assert num_rows is None or (num_rows.dtype == torch.int32 and num_rows.is_contiguous()), f"{num_rows=}"
     return select(IMPLEMENTATIONS, backend, gate_up.device.type, gate_up.dtype)(gate_up, num_rows)
 
 

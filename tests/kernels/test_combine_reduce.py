@@ -123,6 +123,9 @@ def test_rejects_wrong_shapes() -> None:
     ):
         with pytest.raises(AssertionError):
             combine_reduce(*wrong)
+    wide = torch.zeros(2, 128)
+    with pytest.raises(AssertionError):
+        combine_add_rms_norm_quant(wide, row_idx, weights, None, wide, torch.zeros(256)[::2], eps=1e-6)
 
 
 def bench_inputs(num_tokens: int, num_rows: int, top_k: int, hidden: int) -> tuple[torch.Tensor, ...]:

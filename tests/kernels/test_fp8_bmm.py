@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kernels.backend import BackendError
 from kernels.fp8_bmm import fp8_bmm, fp8_bmm_quant, split_fp8_kv_b
 from kernels.numerics import FP8, FP8_MAX, GROUP, Fp8, dequantise_blocks, dequantise_tokens, relative_error
 from kernels.quant_fp8 import quant_fp8_block
@@ -151,6 +152,9 @@ def test_rejects_what_the_contract_forbids() -> None:
             fp8_bmm(bad_x, bad_w)
     with pytest.raises(AssertionError):
         fp8_bmm(x, w, out=poisoned(2, 2, 64))
+    for function in (fp8_bmm, fp8_bmm_quant):  # for no rows as for some
+        with pytest.raises(BackendError, match="not among"):
+            function(x[:0], w, backend="deep_gemm")
     narrow = make_inputs(2, 2, 64, 128)
     with pytest.raises(AssertionError):
         fp8_bmm_quant(*narrow)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.backend import why_unavailable
+from kernels.backend import BackendError, why_unavailable
 from kernels.fp8_gemm import concat_blocks, fp8_gemm
 from kernels.fp8_gemm._table import MEASURED, Config, Streamed, choose
 from kernels.numerics import FP8, GROUP, Fp8, dequantise_blocks, dequantise_tokens, empty_fp8, relative_error
@@ -133,6 +133,8 @@ def test_rejects_what_it_does_not_take() -> None:
             fp8_gemm(*args)
     with pytest.raises(AssertionError):
         fp8_gemm(x, w, out=poisoned(4, 128))
+    with pytest.raises(BackendError, match="not among"):  # for no rows as for some
+        fp8_gemm(empty_fp8(0, 256, device=DEVICE), w, backend="flashinfer")
 
 
 def test_table_is_sound() -> None:

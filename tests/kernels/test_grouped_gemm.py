@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kernels.backend import BackendError
 from kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
 from kernels.numerics import FP8, GROUP, Fp8, dequantise_blocks, dequantise_tokens, empty_token_scales, relative_error
 from kernels.quant_fp8 import quant_fp8
@@ -186,6 +187,7 @@ def test_rejects_what_the_contract_forbids() -> None:
     x, w, num_rows = make_masked([1, 2], 128, 64, 256)
     for bad_x, bad_w, counts in (
         (x, w, num_rows.long()),
+        (x, w, num_rows.repeat_interleave(2)[::2]),
         (x, Fp8(w.data[:, :60].contiguous(), w.scale), num_rows),
         (x, Fp8(w.data[:1], w.scale[:1]), num_rows),
         (Fp8(x.data[:, :100].contiguous(), x.scale[:, :100]), w, num_rows),
@@ -193,6 +195,19 @@ def test_rejects_what_the_contract_forbids() -> None:
     ):
         with pytest.raises(AssertionError):
             grouped_gemm_masked(bad_x, bad_w, counts, expected_m=1)
+    with pytest.raises(AssertionError):
+        row = quant_fp8(torch.zeros(128, 256, dtype=torch.bfloat16, device=DEVICE))
+        grouped_gemm_contiguous(row, w, torch.zeros(256, dtype=torch.int32, device=DEVICE)[::2])
+
+
+def test_no_rows_are_refused_by_a_backend_that_is_not_here() -> None:
+    x, w, num_rows = make_masked([0, 0], 128, 64, 128)
+    none = Fp8(x.data[:, :0].contiguous().cpu(), empty_token_scales(2, 0, 128, device="cpu"))
+    w = Fp8(w.data.cpu(), w.scale.cpu())
+    with pytest.raises(BackendError, match="deep_gemm"):
+        grouped_gemm_masked(none, w, num_rows.cpu(), expected_m=1, backend="deep_gemm")
+    with pytest.raises(BackendError, match="deep_gemm"):
+        grouped_gemm_contiguous(Fp8(none.data[0], empty_token_scales(0, 128, device="cpu")), w, num_rows[:0].cpu(), backend="deep_gemm")
 
 
 GATE_UP, DOWN = (4096, 7168), (7168, 2048)  # n, k of V3's experts

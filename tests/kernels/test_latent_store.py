@@ -35,9 +35,11 @@ def test_rows_of_layers_follow_each_other_in_a_page() -> None:
     assert rows.tolist() == [[7 * 2 * 64 + 63], [7 * 2 * 64 + 64 + 63]]
 
 
-def test_rejects_strided_pages() -> None:
-    with pytest.raises(AssertionError):
-        latent_store(torch.zeros(1, 4), torch.zeros(1, 2), torch.zeros(2, 3, 4, 12)[..., :6], torch.zeros(1, dtype=torch.int64))
+def test_rejects_strided_pages_and_rows() -> None:
+    wide, pages, rows = torch.zeros(2, 3, 4, 12), torch.zeros(2, 3, 4, 6), torch.arange(4)
+    for bad_pages, bad_rows in ((wide[..., :6], rows[:2]), (pages, rows[::2]), (pages, rows[:1])):
+        with pytest.raises(AssertionError):
+            latent_store(torch.zeros(2, 4), torch.zeros(2, 2), bad_pages, bad_rows)
 
 
 class Inputs:
@@ -150,7 +152,8 @@ def test_fused_rejects_wrong_shapes() -> None:
     pages, rows = torch.zeros(1, 1, 4, 20), torch.zeros(2, dtype=torch.int64)
     for wrong in (
         (x, q[:100], kv, rotation, pages, rows), (x, q, kv, rotation[:1], pages, rows), (x, q, kv, rotation, pages[..., :19], rows),
-        (x, q, kv, rotation, pages, rows.int()), (x, q, kv[:15], rotation, pages, rows),
+        (x, q, kv, rotation, pages, rows.int()), (x, q, kv[:15], rotation, pages, rows), (x, q, kv, rotation, pages, torch.arange(4)[::2]),
+        (x, torch.zeros(256)[::2], kv, rotation, pages, rows), (x, q, torch.zeros(32)[::2], rotation, pages, rows),
     ):
         with pytest.raises(AssertionError):
             qkv_norm_rope_store(*wrong, eps=1e-6)

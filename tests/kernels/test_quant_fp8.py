@@ -88,6 +88,19 @@ def test_strided_inputs_zeros_and_nan(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_an_infinity_makes_its_group_nan_and_no_other(backend: str) -> None:
+    """Once dequantised: a scale or the data may hold it."""
+    skip_unless_available(backend, torch.bfloat16)
+    x = random("infinite", 3, 384)
+    clean = dequantise_tokens(quant_fp8(x, backend=backend))
+    x[1, 130], x[2, 383] = torch.inf, -torch.inf
+    clean[1, 128:256], clean[2, 256:] = torch.nan, torch.nan
+    torch.testing.assert_close(dequantise_tokens(quant_fp8(x, backend=backend)), clean, rtol=0, atol=0, equal_nan=True)
+    blocks = dequantise_blocks(quant_fp8_block(x, backend=backend))
+    assert blocks[:, 128:].isnan().all() and blocks[:, :128].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_beyond_2_31_elements(backend: str) -> None:
     skip_unless_available(backend, torch.bfloat16)
     far = torch.empty((2**31 // 128 + 4, 128), dtype=torch.bfloat16, device=DEVICE)  # on CPU no page is touched but the rows read

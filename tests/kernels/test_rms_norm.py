@@ -155,6 +155,8 @@ def test_rejects_wrong_shapes() -> None:
     with pytest.raises(AssertionError):
         rms_norm(torch.zeros(2, 8), torch.zeros(7), eps=1e-6)
     with pytest.raises(AssertionError):
+        rms_norm(torch.zeros(2, 8), torch.zeros(16)[::2], eps=1e-6)
+    with pytest.raises(AssertionError):
         add_rms_norm(torch.zeros(2, 8), torch.zeros(3, 8), torch.zeros(8), eps=1e-6)
     with pytest.raises(AssertionError):
         rms_norm_quant(torch.zeros(2, 8), torch.zeros(8), eps=1e-6)

@@ -93,6 +93,19 @@ def test_rejects_wrong_shapes() -> None:
         rope_(torch.zeros(1, 1, 8), angles([0], 8), out=torch.zeros(1, 2, 8))
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+def test_rejects_strides_that_split_pairs(backend: str) -> None:
+    skip_unless_available(backend, FLOAT)
+    x, odd = torch.zeros(2, 3, 8, dtype=FLOAT, device=DEVICE), torch.zeros(2, 3, 9, dtype=FLOAT, device=DEVICE)[..., :8]
+    turned, rotation = torch.zeros(2, 8, 3, dtype=FLOAT, device=DEVICE).transpose(1, 2), angles([0, 1], 8).to(torch.complex64).to(DEVICE)
+    for source, turn, out in (
+        (odd, rotation, None), (turned, rotation, x), (x, rotation, odd), (x, rotation, turned),
+        (x, rotation.repeat_interleave(2, dim=1)[:, ::2], None),
+    ):
+        with pytest.raises(AssertionError):
+            rope_(source, turn, out=out, backend=backend)
+
+
 def bench_rope() -> Iterator[Row]:
     """The rotary part of 128 heads' queries into the buffer that attention reads; torch's complex product as the peer."""
     from kernels.timing import compare_us, num_sets

@@ -137,7 +137,9 @@ def test_rejects_wrong_shapes() -> None:
     for gate_up in (torch.zeros(2, 130), torch.zeros(256, 2).t(), torch.zeros(256)):
         with pytest.raises(AssertionError):
             silu_mul_quant(gate_up)
-    for gate_up, num_rows in ((torch.zeros(2, 256), counts), (torch.zeros(3, 2, 256), counts), (torch.zeros(2, 2, 256), counts.long())):
+    every_second = torch.zeros(4, dtype=torch.int32)[::2]
+    groups = torch.zeros(2, 2, 256)
+    for gate_up, num_rows in ((groups[0], counts), (torch.zeros(3, 2, 256), counts), (groups, counts.long()), (groups, every_second)):
         with pytest.raises(AssertionError):
             silu_mul_quant_masked(gate_up, num_rows)
 
