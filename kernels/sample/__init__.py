@@ -2,6 +2,7 @@
 
 Every filter keeps a head of the row's tokens in the order "higher logit first, of equal ones the lower id", and of equal scores the
 lowest id wins. A row's token is a function of its own logits and parameters alone. Penalties and masks come before.
+FlashInfer's filters promise nothing about equal logits, so they are a peer in the benchmark and no backend.
 """
 
 import math
