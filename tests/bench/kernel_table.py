@@ -14,6 +14,7 @@ from tests.bench.report import RESULTS, Row, passed
 PAGE = Path(__file__).parents[2] / "kernels" / "README.md"
 BEGIN, END = "<!-- begin: tests/bench/kernel_table.py -->", "<!-- end -->"
 _BAR, _LEFT, _UNIT = 18, 330, 260  # pixels: height of a bar, room for labels, a ratio of 1
+_LONGEST = 2.0  # ratios beyond it are cut off; the figure beside the bar says them
 
 
 def load() -> tuple[dict[str, object], list[Row]]:
@@ -43,16 +44,16 @@ def table(rows: list[Row]) -> str:
 def plot(rows: list[Row]) -> str:
     """SVG: a bar a K9 row, library's time over ours, with lines at 0.9 and 1."""
     shown = sorted((row for row in rows if row.id.startswith("K9-")), key=lambda row: row.value)
-    most = max((row.value for row in shown), default=1.0)
-    width, height = int(_LEFT + _UNIT * max(most, 1.0) + 70), (_BAR + 4) * len(shown) + 44
+    width, height = int(_LEFT + _UNIT * _LONGEST + 70), (_BAR + 4) * len(shown) + 44
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
              f'<rect width="{width}" height="{height}" fill="white"/>',
              '<text x="8" y="18">Best library kernel\'s time / ours, same run, one H200 (right of the line: ours is faster)</text>']
     for i, row in enumerate(shown):
         y, colour = 32 + i * (_BAR + 4), "#2a7" if row.value >= 1 else "#da3" if row.value >= 0.9 else "#c44"
+        length = _UNIT * min(row.value, _LONGEST)
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{html.escape(row.id.removeprefix("K9-"))}</text>')
-        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{_UNIT * row.value:.0f}" height="{_BAR}" fill="{colour}"/>')
-        parts.append(f'<text x="{_LEFT + _UNIT * row.value + 6:.0f}" y="{y + 13}">{row.value:.2f}</text>')
+        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{length:.0f}" height="{_BAR}" fill="{colour}"/>')
+        parts.append(f'<text x="{_LEFT + length + 6:.0f}" y="{y + 13}">{row.value:.2f}</text>')
     for ratio, dash in ((0.9, "4 3"), (1.0, "none")):
         x = _LEFT + _UNIT * ratio
         parts.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="26" y2="{height - 8}" stroke="black" stroke-dasharray="{dash}"/>')
