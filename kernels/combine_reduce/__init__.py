@@ -1,7 +1,7 @@
 """Adds up what a token's experts gave: the weighted sum of their rows, plus the shared expert's.
 
 Alone, or with what the next layer begins with: the residual's addition, the norm, the quantisation. Triton takes rows of an even length
-at even strides.
+at even strides from an even element on.
 """
 
 import torch

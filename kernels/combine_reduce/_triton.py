@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import launch_options
+from kernels.launch import in_pairs, launch_options
 from kernels.numerics import GROUP, Fp8, empty_fp8
 from kernels.quant_fp8 import _triton_pairs as pairs
 from kernels.rms_norm._triton import normed_pairs, quantise_pairs
@@ -83,7 +83,7 @@ def combine_reduce(
     """See kernels.combine_reduce.combine_reduce."""
     num_tokens, top_k = row_idx.shape
     hidden = rows.shape[1]
-    assert hidden % 2 == 0 and rows.stride(0) % 2 == 0 and (shared is None or shared.stride(0) % 2 == 0), f"{rows.stride()=}"
+    assert hidden % 2 == 0 and in_pairs(rows, shared), f"{rows.stride()=}, or an odd offset"
     out = torch.empty((num_tokens, hidden), dtype=rows.dtype, device=rows.device)
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(hidden))
@@ -101,7 +101,7 @@ def combine_norm_quant(
     """See kernels.combine_reduce.combine_add_rms_norm_quant."""
     num_tokens, top_k = row_idx.shape
     hidden = rows.shape[1]
-    assert rows.stride(0) % 2 == 0 and residual.stride(0) % 2 == 0 and (shared is None or shared.stride(0) % 2 == 0), f"{rows.stride()=}"
+    assert in_pairs(rows, shared, residual, weight), f"{rows.stride()=} {residual.stride()=}, or an odd offset"
     total = torch.empty((num_tokens, hidden), dtype=rows.dtype, device=rows.device)
     out = empty_fp8(num_tokens, hidden, device=rows.device)
     if total.numel():

@@ -46,7 +46,8 @@ def qkv_norm_rope_store(
 ) -> Fp8:
     """What stands between the fused first projection and q_b: q normed and quantised, latent normed, key rotated, both stored.
 
-    qkv        [num_tokens, q_lora_rank + kv_lora_rank + rope]  bf16 or fp32, unit stride in the last dimension; q_lora_rank % 128 == 0
+    qkv        [num_tokens, q_lora_rank + kv_lora_rank + rope]  bf16 or fp32, unit stride in the last dimension; q_lora_rank % 128 == 0;
+                                                                for Triton rows at even strides from an even element on
     q_weight   [q_lora_rank], kv_weight [kv_lora_rank]          dtype of qkv, contiguous
     rotation   [num_tokens, rope / 2]                           complex64, contiguous
     pages      [num_pages, num_layers, page_size, kv_lora_rank + rope]  contiguous, dtype of qkv

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import launch_options
+from kernels.launch import in_pairs, launch_options
 from kernels.numerics import GROUP, Fp8
 from kernels.quant_fp8 import _triton_pairs as pairs
 from kernels.rms_norm._triton import normed_pairs, quantise_pairs
@@ -107,7 +107,7 @@ def norm_rope_store(
     num_tokens, kv_rank = x.shape[0], kv_weight.shape[0]
     q_rank = 0 if q_weight is None else q_weight.shape[0]
     rope = x.shape[1] - q_rank - kv_rank
-    assert kv_rank % 2 == 0 and x.stride(0) % 2 == 0, f"{kv_rank=} {x.stride()=}"
+    assert kv_rank % 2 == 0 and in_pairs(x, q_weight, kv_weight, pages), f"{kv_rank=} {x.stride()=}, or an odd offset"
     if num_tokens:
         data, scale = (None, None) if q_out is None else q_out
         store_kernel[(num_tokens, 1 if q_weight is None else 2)](

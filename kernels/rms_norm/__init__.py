@@ -1,7 +1,8 @@
 """RMSNorm over the last dimension, alone and fused with the residual's addition before it and the quantisation after it.
 
 Half types accumulate in fp32. A fused op gives what its parts give one after the other: the sum is rounded to the dtype before it is
-normed, and the normed row is rounded to the dtype before it is quantised. Triton takes rows of an even length at even strides.
+normed, and the normed row is rounded to the dtype before it is quantised. Triton takes rows of an even length at even strides
+from an even element on.
 """
 
 import torch

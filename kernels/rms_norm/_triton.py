@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import launch_options
+from kernels.launch import in_pairs, launch_options
 from kernels.numerics import GROUP, empty_fp8
 from kernels.quant_fp8 import _triton_pairs as pairs
 
@@ -74,7 +74,7 @@ def norm(
 ) -> Normed:
     """Of total = x + residual (x without a residual): the norm quantised, the norm, and total itself."""
     rows, hidden = x.shape
-    assert hidden % 2 == 0 and x.stride(0) % 2 == 0 and (residual is None or residual.stride(0) % 2 == 0), f"{x.shape=} {x.stride()=}"
+    assert hidden % 2 == 0 and in_pairs(x, residual, weight), f"{x.shape=} {x.stride()=}, or an odd offset"
     total = None if residual is None else torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     normed = torch.empty((rows, hidden), dtype=x.dtype, device=x.device) if keep_normed else None
     quantised = empty_fp8(rows, hidden, device=x.device) if quantise else None

@@ -13,7 +13,7 @@ def rotations(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 def rope_(x: torch.Tensor, rotation: torch.Tensor, *, out: torch.Tensor | None = None, backend: Backend = "auto") -> torch.Tensor:
     """Rotate each token's pairs by its angles, in fp32 or wider.
 
-    x         [num_tokens, num_heads, rope]  bf16, fp32 or fp64, unit stride in the last dimension, other strides even
+    x         [num_tokens, num_heads, rope]  bf16, fp32 or fp64, unit stride in the last dimension, other strides and the offset even
     rotation  [num_tokens, rope / 2]         complex64, contiguous (complex128 for fp64): row t holds the angles of token t's position
     out       shape and dtype of x, strides as x's; must not overlap x unless it is x. None: x is rotated in place
     returns   out, or x itself

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import launch_options
+from kernels.launch import in_pairs, launch_options
 from kernels.quant_fp8 import _triton_pairs as pairs
 
 
@@ -46,6 +46,7 @@ def rope_kernel(
 def rope(x: torch.Tensor, rotation: torch.Tensor, out: torch.Tensor) -> None:
     """See kernels.rope.rope_."""
     rows, num_heads, rope_dim = x.shape
+    assert in_pairs(x, out), f"{x.stride()=} {out.stride()=}, or an odd offset"
     if x.numel():
         padded = triton.next_power_of_2(rope_dim)
         heads = min(triton.next_power_of_2(num_heads), 64)

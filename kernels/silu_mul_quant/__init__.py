@@ -25,7 +25,7 @@ def silu_mul_quant(gate_up: torch.Tensor, num_rows: torch.Tensor | None = None, 
 def silu_mul_quant_masked(gate_up: torch.Tensor, num_rows: torch.Tensor, *, backend: Backend = "auto") -> Fp8:
     """The same for groups whose first rows are in use: the layout between the two masked grouped GEMMs.
 
-    gate_up   [groups, max_m, 2 * intermediate]  as above; rows and groups may have any even strides
+    gate_up   [groups, max_m, 2 * intermediate]  as above; rows and groups may have any even strides, from an even element on
     num_rows  [groups] int32, contiguous         rows in use of each group, 0 .. max_m, read on the device; up to 256 groups
     returns   data [groups, max_m, intermediate] contiguous, scale [groups, max_m, intermediate / 128] as
               `numerics.empty_token_scales` lays it out; rows beyond a group's count are neither read nor written

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import launch_options
+from kernels.launch import in_pairs, launch_options
 from kernels.numerics import GROUP, Fp8, empty_fp8
 from kernels.quant_fp8 import _triton_pairs as pairs
 
@@ -63,7 +63,7 @@ def silu_kernel(
 def silu_mul_quant(gate_up: torch.Tensor, num_rows: torch.Tensor | None) -> Fp8:
     """See kernels.silu_mul_quant.silu_mul_quant_masked."""
     groups, max_m, width = gate_up.shape[0], gate_up.shape[1], gate_up.shape[2] // 2
-    assert gate_up.stride(0) % 2 == 0 and gate_up.stride(1) % 2 == 0, f"{gate_up.stride()=}"
+    assert in_pairs(gate_up), f"{gate_up.stride()=}, or an odd offset"
     out = empty_fp8(groups, max_m, width, device=gate_up.device)
     if out.data.numel():
         runs = min(8, triton.next_power_of_2(width // GROUP))
