@@ -23,3 +23,4 @@ def show_overview() -> None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over.items())
         table.add_row(choice.op, choice.backend, reasons or "none", ", ".join(choice.others))
     console.print(table)
+    console.print("On a GPU, fp8_gemm and mla_decode choose between their libraries and triton by the size of each call.")

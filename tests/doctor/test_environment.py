@@ -46,4 +46,4 @@ def test_origin_names_a_stranger_of_the_same_name(monkeypatch: pytest.MonkeyPatc
 def test_prints_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert "Op x backend" in out and "rms_norm" in out and "linear" in out
+    assert "Op x backend" in out and "rms_norm" in out and "linear" in out and "fp8_gemm and mla_decode choose" in out
