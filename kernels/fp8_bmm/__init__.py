@@ -9,12 +9,16 @@ import torch
 from kernels.backend import Backend, select
 from kernels.numerics import FP8, FP8_MAX, GROUP, MIN_AMAX, Fp8, dequantise_blocks, empty_token_scales
 
+MIN_SCALE = MIN_AMAX / FP8_MAX
+"""Of weights: what a block of zeros gets from `quant_fp8_block`."""
+
 
 def fp8_bmm(x: torch.Tensor, w: Fp8, *, out: torch.Tensor | None = None, backend: Backend = "auto") -> torch.Tensor:
     """out[:, b] = x[:, b] @ w[b].T for every b; x is not quantised, products are of w's exact values.
 
     x        [m, batch, k]  float, unit stride in k, any others; k % 128 == 0
-    w        [batch, n, k]  per_block_128x128, contiguous; n % 16 == 0
+    w        [batch, n, k]  per_block_128x128, contiguous; n % 16 == 0; no scale below MIN_SCALE, as `quant_fp8_block` and
+                            `split_fp8_kv_b` give them: the kernel divides by scales
     out      [m, batch, n]  x's dtype, unit stride in n, any others; new and contiguous if None
     returns  out; row i depends on row i of x alone
     """
@@ -40,16 +44,18 @@ def fp8_bmm_quant(x: torch.Tensor, w: Fp8, *, backend: Backend = "auto") -> Fp8:
 
 
 def split_fp8_kv_b(kv_b: Fp8, num_heads: int, nope_dim: int) -> tuple[Fp8, Fp8]:
-    """kv_b as the checkpoint has it -> the weights of both halves, contiguous, no value changed.
+    """kv_b as the checkpoint has it -> the weights of both halves, contiguous; no value changed but those of blocks whose scale is below MIN_SCALE,
+    which gets it: zeros stay zeros, and no value of such a block exceeds MIN_AMAX.
 
     kv_b     [heads * (nope + v), kv_lora]  per_block_128x128; nope, v and kv_lora multiples of 128
-    returns  k_b [heads, kv_lora, nope], v_b [heads, v, kv_lora]; transposing a block transposes the grid of scales
+    returns  k_b [heads, kv_lora, nope], v_b [heads, v, kv_lora]; transposing a block transposes the grid of scales. Values are kept,
+             but for those of a block whose scale is below MIN_SCALE, which gets it: zeros stay zeros, none exceeds MIN_AMAX
     """
     per_head, kv_lora = kv_b.data.shape[0] // num_heads, kv_b.data.shape[1]
     assert kv_b.data.shape[0] == num_heads * per_head, f"{kv_b.data.shape=} {num_heads=}"
     assert nope_dim % GROUP == per_head % GROUP == kv_lora % GROUP == 0, f"{nope_dim=} {per_head=} {kv_lora=}"
     data = kv_b.data.view(torch.uint8).unflatten(0, (num_heads, per_head))  # as bytes: torch copies no e4m3 on some devices
-    scale = kv_b.scale.unflatten(0, (num_heads, per_head // GROUP))
+    scale = kv_b.scale.clamp(min=MIN_SCALE).unflatten(0, (num_heads, per_head // GROUP))
     blocks = nope_dim // GROUP
     key = Fp8(data[:, :nope_dim].transpose(1, 2).contiguous().view(FP8), scale[:, :blocks].transpose(1, 2).contiguous())
     value = Fp8(data[:, nope_dim:].contiguous().view(FP8), scale[:, blocks:].contiguous())

@@ -145,6 +145,19 @@ def test_split_kv_b_is_the_absorbed_form() -> None:
     assert v_b.data.shape == (heads, value, kv_lora) and torch.equal(dequantise_blocks(v_b), dense[:, nope:])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_of_zeros_may_have_a_scale_of_0_in_a_checkpoint(backend: str) -> None:
+    skip_unless_available(backend, FLOAT)
+    kv_b = quant_fp8_block(torch.randn(2 * 256, 256, generator=generator("zeros", "cpu")).bfloat16(), backend="reference")
+    kv_b.data.view(torch.uint8)[128:256, :128] = 0
+    kv_b.scale[1, 0] = 0
+    _, v_b = split_fp8_kv_b(kv_b, 2, 128)
+    v_b = Fp8(v_b.data.to(DEVICE), v_b.scale.to(DEVICE))
+    for m in (5, 130):
+        x = torch.randn(m, 2, 256, generator=generator(f"zeros{m}"), device=DEVICE).to(FLOAT)
+        assert relative_error(fp8_bmm(x, v_b, backend=backend), expected(x, v_b)) < 1e-2
+
+
 def test_rejects_what_the_contract_forbids() -> None:
     x, w = make_inputs(2, 2, 128, 128)
     for bad_x, bad_w in ((x[:, :1], w), (x.transpose(1, 2), w), (x, Fp8(w.data.transpose(1, 2), w.scale)), (x, Fp8(w.data, w.scale[:1]))):
