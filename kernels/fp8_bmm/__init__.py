@@ -44,8 +44,7 @@ def fp8_bmm_quant(x: torch.Tensor, w: Fp8, *, backend: Backend = "auto") -> Fp8:
 
 
 def split_fp8_kv_b(kv_b: Fp8, num_heads: int, nope_dim: int) -> tuple[Fp8, Fp8]:
-    """kv_b as the checkpoint has it -> the weights of both halves, contiguous; no value changed but those of blocks whose scale is below MIN_SCALE,
-    which gets it: zeros stay zeros, and no value of such a block exceeds MIN_AMAX.
+    """kv_b as the checkpoint has it -> the weights of both halves, contiguous.
 
     kv_b     [heads * (nope + v), kv_lora]  per_block_128x128; nope, v and kv_lora multiples of 128
     returns  k_b [heads, kv_lora, nope], v_b [heads, v, kv_lora]; transposing a block transposes the grid of scales. Values are kept,
