@@ -42,14 +42,15 @@ def topk_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts a token, inside its `topk_groups` best groups, and weigh them by their unbiased scores.
 
-    logits   [num_tokens, num_experts]  float32 (float64 in tests); a group is num_experts / num_groups neighbours; rows may be strided
-    bias     [num_experts] or None: added to the scores for choosing only; of the logits' dtype
+    logits   [num_tokens, num_experts]  float32 (float64 in tests); a group is num_experts / num_groups neighbours; rows may be strided,
+             with unit stride in them
+    bias     [num_experts] or None: added to the scores for choosing only; of the logits' dtype, contiguous
     method   Hugging Face's topk_method: "noaux_tc" scores a group by the sum of its two best biased scores (V3),
              "group_limited_greedy" by its best (V2), "greedy" has no groups
     scoring, normalize, scale   "sigmoid" or "softmax" of the logits; weights are divided by their sum, then multiplied by
              the scale, here and only here
-    returns  topk_idx [num_tokens, top_k] int64 by falling biased score (all different, experts of groups not chosen come
-             last), topk_weights [num_tokens, top_k] of the logits' dtype
+    returns  topk_idx [num_tokens, top_k] int64 by falling biased score (all different; in groups not chosen it is -inf, which
+             a bias may be too), topk_weights [num_tokens, top_k] of the logits' dtype
     """
     assert logits.ndim == 2, f"{logits.shape=}"
     rule = _rule(logits.shape[1], top_k, num_groups, topk_groups, method, scoring, normalize, scale)
@@ -74,7 +75,7 @@ def gate(
 
     x        [num_tokens, hidden]   bf16 (float32 in tests), unit stride in the last dimension
     w        [num_experts, hidden]  same dtype, unit stride in the last dimension
-    bias     [num_experts] float32 or None
+    bias     [num_experts] float32, contiguous, or None
     returns  topk_idx [num_tokens, top_k] int64, topk_weights [num_tokens, top_k] float32; the rest as in `topk_gate`. Logits are
              accumulated in float32, in an order that depends on the shapes alone: the same call gives the same bits
     """

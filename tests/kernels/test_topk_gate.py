@@ -107,6 +107,9 @@ def test_chosen_experts_differ_even_at_minus_infinity(backend: str) -> None:
     bias[5] = 0
     idx, _ = topk_gate(torch.zeros(1, 8), bias, top_k=3, backend=backend)
     assert idx[0, 0] == 5 and len(set(idx[0].tolist())) == 3
+    ruled_out = torch.tensor([0.0, 0.0, 10.0, -torch.inf])  # in the chosen group, yet no better than those of the other one
+    rule = {"num_groups": 2, "topk_groups": 1, "method": "group_limited_greedy"}
+    assert topk_gate(torch.zeros(1, 4), ruled_out, top_k=4, backend=backend, **rule)[0].tolist() == [[2, 0, 1, 3]]
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
