@@ -6,11 +6,11 @@ import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
 from kernels.mla_decode import Lengths, MlaDecodeShape, PageTables, PlanLimits
-from kernels.mla_decode._schedule import EVEN, Work, equal_shares, flashinfer_imbalance, replaces_work_of
+from kernels.mla_decode._schedule import EVEN, MAX_ITEMS, Work, equal_shares, flashinfer_imbalance, most_items, replaces_work_of
 from kernels.mla_decode._tables import DeviceArrays, check_spans, flat_pages, psum, to_ints
 
 _ROWS = 64  # of the queries' heads that one thread block takes
-_STAGING_INTS = 14 << 14  # FlashInfer's work list: 14 arrays of up to 16,384 entries
+_STAGING_INTS = 14 * MAX_ITEMS  # FlashInfer's work list: 14 arrays
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; partial results need 34 MB of it
 
 
@@ -49,6 +49,8 @@ class FlashInferMlaDecode:
         self._planned.synchronize()  # pinned buffers, FlashInfer's and ours, may still be read by the last plan's copies
         clusters_of = 2 if self._num_queries * heads // len(q) > _ROWS else 1  # FlashInfer's rule
         clusters, rows, work = self._num_sms // clusters_of, _ROWS * clusters_of, None
+        items = most_items(q, num_heads=heads, num_clusters=clusters, rows=rows)
+        assert items <= MAX_ITEMS, f"{len(q)} requests may need {items} work items, FlashInfer has {MAX_ITEMS}"
         if self._replaces_work and flashinfer_imbalance(q, kv, num_heads=heads, num_clusters=clusters, rows=rows) > EVEN:
             work = equal_shares(q, kv, counts, num_heads=heads, num_clusters=clusters, rows=rows, num_sms=self._num_sms)
         # causal only among several new tokens; the buffer moves when it grows

@@ -18,6 +18,8 @@ EVEN = 1.06
 the measured ratio of the two was 1.045 / imbalance within 4 % for batches of 8 to 128."""
 MIN_SHARE = 8
 """Blocks of a share from which on equal shares pay; below, FlashInfer's schedule splits anyway."""
+MAX_ITEMS = 1 << 14
+"""Entries of each of FlashInfer's arrays; its planner writes beyond them unchecked."""
 KNOWN_FLASHINFER = "0.6.13"
 """The version whose work list `Work` mirrors. Nothing of it is public, so that every other version keeps its own schedule."""
 MIN_USED = 0.9
@@ -46,6 +48,11 @@ class Work(NamedTuple):
 def replaces_work_of(version: str) -> bool:
     """Whether this FlashInfer's work list is the one we know; a local part such as +cu130 does not count."""
     return version.split("+")[0] == KNOWN_FLASHINFER
+
+
+def most_items(q: Ints, *, num_heads: int, num_clusters: int, rows: int) -> int:
+    """Work items that no schedule of the step exceeds, FlashInfer's or ours: a tile each, and a cut for each cluster's share."""
+    return int((-(-q * num_heads // rows)).sum()) + num_clusters
 
 
 def flashinfer_imbalance(q: Ints, kv: Ints, *, num_heads: int, num_clusters: int, rows: int) -> float:

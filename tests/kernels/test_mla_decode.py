@@ -19,7 +19,7 @@ from kernels.mla_decode import (
     prefers_triton,
     why_not_flashinfer,
 )
-from kernels.mla_decode._schedule import equal_shares, flashinfer_imbalance, replaces_work_of
+from kernels.mla_decode._schedule import MAX_ITEMS, equal_shares, flashinfer_imbalance, most_items, replaces_work_of
 from kernels.numerics import relative_error
 from kernels.timing import compare_us
 from tests.bench.report import Row
@@ -265,6 +265,7 @@ def test_equal_shares_cover_every_entry_once(heads: int, clusters: int, rows: in
     q, pages = np.full(len(kv), 1 if lengths == "uneven" else 2, dtype=np.int32), -(-kv // 64)
     work = equal_shares(q, kv, pages, num_heads=heads, num_clusters=clusters, rows=rows, num_sms=132)
     assert work is not None
+    assert len(work.q_indptr) <= most_items(q, num_heads=heads, num_clusters=clusters, rows=rows) <= MAX_ITEMS
     cluster = np.repeat(np.arange(clusters), np.diff(work.work_indptr))
     load = np.bincount(cluster, weights=work.kv_end - work.kv_start, minlength=clusters)
     tiles = -(-int(q[0]) * heads // rows)
@@ -289,6 +290,13 @@ def test_equal_shares_cover_every_entry_once(heads: int, clusters: int, rows: in
                 assert work.merge_partial_packed_offset_start[at] == partial[0] and work.merge_partial_stride[at] == height
                 assert work.merge_partial_packed_offset_end[at] == partial[-1] + height
     assert rows_merged == sorted(rows_split) and max(partial_rows) < 2 * clusters * rows
+
+
+def test_work_items_beyond_flashinfers_arrays_are_foreseen() -> None:
+    q, kv = np.full(5000, 4, np.int32), np.full(5000, 700, np.int32)
+    work = equal_shares(q, kv, -(-kv // 64), num_heads=128, num_clusters=66, rows=128, num_sms=132)
+    assert work is not None
+    assert MAX_ITEMS < len(work.q_indptr) <= most_items(q, num_heads=128, num_clusters=66, rows=128)
 
 
 def test_equal_shares_are_for_the_flashinfer_that_is_known() -> None:
