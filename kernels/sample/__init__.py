@@ -40,7 +40,7 @@ class Sampled(NamedTuple):
 class Accepted(NamedTuple):
     """What became of the drafts."""
 
-    num_accepted: torch.Tensor  # [requests] int64
+    num_accepted: torch.Tensor  # [requests] int64; 0 for padding
     token_ids: torch.Tensor  # [requests, k + 1] int64: the num_accepted + 1 tokens that the request gains, then -1
 
 
@@ -103,8 +103,8 @@ class _Reference:
         return Sampled(token_ids, _chosen_logprobs(logits, token_ids) if logprobs else None)
 
     def _row(self, x: torch.Tensor, rows: SampleRows, i: int, noise: torch.Tensor) -> int:
-        temperature, top_k, top_p, min_p = (float(column[i]) for column in rows[:4])
-        if temperature < GREEDY_BELOW:
+        top_k, top_p, min_p = (float(column[i]) for column in rows[1:4])
+        if bool(rows.temperature[i] < GREEDY_BELOW):  # in fp32, as the other backends compare
             return int(x.argmax())
         scaled = x / rows.temperature[i]
         values = scaled.tolist()

@@ -121,6 +121,15 @@ def test_equal_logits_by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_tokens(sample(logits, rows, backend="triton").token_ids, logits, rows)
 
 
+def test_backends_agree_where_greedy_ends() -> None:
+    """1e-5 in fp32 is a little less than in double: every backend compares in fp32."""
+    skip_unless_available("triton")
+    logits = torch.tensor([[0.0, 1e-6, 0.0, 0.0]], device=DEVICE).expand(64, 4).contiguous()
+    rows = rows_of(temperature=[1e-5] * 64, top_k=0)._replace(position=torch.arange(64, device=DEVICE))
+    tokens = [sample(logits, rows, backend=backend).token_ids.tolist() for backend in BACKENDS]
+    assert tokens[0] == tokens[1] == tokens[2] and len(set(tokens[0])) > 1
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strided_rows_and_bf16(backend: str) -> None:
     skip_unless_available(backend)
