@@ -64,16 +64,22 @@ def choose(
 ) -> str:
     """Name of the implementation that `select` returns; raises BackendError."""
     if backend == "auto":
-        for name in implementations:
-            if not why_not_automatic(name, device_type, dtype):
-                return name
-        raise BackendError(f"none of {', '.join(implementations)} is available for {dtype} on {device_type}")
+        return _first_available(tuple(implementations), device_type, dtype)
     if backend not in implementations:
         raise BackendError(f"backend {backend!r} is not among this op's: {', '.join(implementations)}")
     reason = why_unavailable(backend, device_type, dtype)
     if reason:
         raise BackendError(f"backend {backend!r} is not available: {reason}")
     return backend
+
+
+@cache
+def _first_available(names: tuple[str, ...], device_type: str, dtype: torch.dtype) -> str:
+    """Cached: asked again before every op of a step, where looking at the environment costs as much as a small op."""
+    for name in names:
+        if not why_not_automatic(name, device_type, dtype):
+            return name
+    raise BackendError(f"none of {', '.join(names)} is available for {dtype} on {device_type}")
 
 
 def why_not_automatic(backend: str, device_type: str, dtype: torch.dtype) -> str:
