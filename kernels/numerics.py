@@ -31,9 +31,22 @@ def empty_token_scales(*shape: int, device: torch.device | str) -> torch.Tensor:
     """
     *lead, rows, k = shape
     assert k % GROUP == 0, f"{k=}"
-    pitch = -(-rows // 4) * 4
-    flat = torch.empty((*lead, k // GROUP, pitch), dtype=torch.float32, device=device)
+    flat = torch.empty((*lead, k // GROUP, _pitch(rows)), dtype=torch.float32, device=device)
     return flat[..., :rows].transpose(-1, -2)
+
+
+def has_token_scales(x: Fp8) -> bool:
+    """Whether x's scale [..., rows, k / 128] fits its data and lies as `empty_token_scales` lays it out; without rows any lies so."""
+    *lead, rows, k = x.data.shape
+    if x.scale.shape != (*lead, rows, k // GROUP):
+        return False
+    strides = (*[_pitch(rows) * (k // GROUP)] * len(lead), 1, _pitch(rows))
+    return x.data.numel() == 0 or x.scale.stride() == strides
+
+
+def _pitch(rows: int) -> int:
+    """Values from one column of scales to the next."""
+    return -(-rows // 4) * 4
 
 
 def empty_fp8(*shape: int, device: torch.device | str) -> Fp8:

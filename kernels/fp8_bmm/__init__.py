@@ -7,7 +7,8 @@ value half   attended [m, heads, 512] x v_b [heads, 128, 512]  -> [m, heads, 128
 import torch
 
 from kernels.backend import Backend, select
-from kernels.numerics import FP8, FP8_MAX, GROUP, MIN_AMAX, Fp8, dequantise_blocks, empty_token_scales
+from kernels.numerics import FP8, FP8_MAX, GROUP, MIN_AMAX, Fp8, dequantise_blocks, empty_fp8
+from kernels.quant_fp8 import quant_fp8
 
 MIN_SCALE = MIN_AMAX / FP8_MAX
 """Of weights: what a block of zeros gets from `quant_fp8_block`."""
@@ -38,7 +39,7 @@ def fp8_bmm_quant(x: torch.Tensor, w: Fp8, *, backend: Backend = "auto") -> Fp8:
     _check(x, w)
     assert w.data.shape[1] % GROUP == 0, f"{w.data.shape=}"
     rows, width = x.shape[0], w.data.shape[0] * w.data.shape[1]
-    out = Fp8(torch.empty((rows, width), dtype=FP8, device=x.device), empty_token_scales(rows, width, device=x.device))
+    out = empty_fp8(rows, width, device=x.device)
     multiply = select(QUANT_IMPLEMENTATIONS, backend, x.device.type, x.dtype)
     return multiply(x, w, out) if rows else out
 
@@ -79,10 +80,7 @@ def fp8_bmm_reference(x: torch.Tensor, w: Fp8, out: torch.Tensor) -> torch.Tenso
 def fp8_bmm_quant_reference(x: torch.Tensor, w: Fp8, out: Fp8) -> Fp8:
     """The fp32 product, and a scale for each 128 columns of it."""
     product = torch.empty((*x.shape[:2], w.data.shape[1]), dtype=torch.float32, device=x.device)
-    groups = fp8_bmm_reference(x, w, product).flatten(1).unflatten(1, (-1, GROUP))  # [m, batch * n / 128, 128]
-    out.scale.copy_(groups.abs().amax(dim=-1).clamp(min=MIN_AMAX) / FP8_MAX)
-    out.data.copy_((groups / out.scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).flatten(1))
-    return out
+    return quant_fp8(fp8_bmm_reference(x, w, product).flatten(1), backend="reference")
 
 
 def fp8_bmm_triton(x: torch.Tensor, w: Fp8, out: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from kernels.backend import Backend, select, why_not_automatic
 from kernels.fp8_gemm._table import choose
-from kernels.numerics import FP8, GROUP, Fp8, dequantise_blocks, dequantise_tokens
+from kernels.numerics import FP8, GROUP, Fp8, dequantise_blocks, dequantise_tokens, has_token_scales
 
 
 def fp8_gemm(x: Fp8, w: Fp8, *, out: torch.Tensor | None = None, backend: Backend = "auto") -> torch.Tensor:
@@ -26,7 +26,7 @@ def fp8_gemm(x: Fp8, w: Fp8, *, out: torch.Tensor | None = None, backend: Backen
     assert w.data.shape == (n, k), f"{x.data.shape=} {w.data.shape=}"
     assert k > 0 and k % GROUP == 0 and n % 64 == 0, f"{n=} {k=}"
     assert x.data.stride(1) == 1 and x.data.stride(0) % 16 == 0, f"{x.data.stride()=}"
-    assert x.scale.shape == (m, k // GROUP) and (m == 0 or x.scale.stride() == (1, -(-m // 4) * 4)), f"{x.scale.shape=} {x.scale.stride()=}"
+    assert has_token_scales(x), f"{x.scale.shape=} {x.scale.stride()=}"
     assert w.data.is_contiguous() and w.scale.is_contiguous() and w.scale.shape == (-(-n // GROUP), k // GROUP), f"{w.scale.shape=}"
     if out is None:
         out = torch.empty((m, n), dtype=torch.bfloat16, device=x.data.device)

@@ -1,13 +1,11 @@
 """Grouped FP8 GEMM on a fixed number of programs, which find their tiles from counts in device memory."""
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.launch import launch_options
+from kernels.launch import launch_options, num_sms
 from kernels.numerics import GROUP, Fp8
 
 
@@ -139,9 +137,3 @@ def _descriptors(x: Fp8, w: Fp8, out: torch.Tensor, block_m: int, block_n: int) 
         TensorDescriptor(w.data, [groups * n, k], [k, 1], [block_n, GROUP]),
         TensorDescriptor(out, [rows, n], [n, 1], [block_m, block_n]),
     )
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """132 on an H200; the interpreter gets few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

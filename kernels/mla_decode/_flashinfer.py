@@ -5,6 +5,7 @@ import numpy as np
 import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
+from kernels.launch import num_sms
 from kernels.mla_decode import Lengths, MlaDecodeShape, PageTables, PlanLimits
 from kernels.mla_decode._schedule import EVEN, MAX_ITEMS, Work, equal_shares, flashinfer_imbalance, most_items, replaces_work_of
 from kernels.mla_decode._tables import DeviceArrays, check_spans, flat_pages, psum, to_ints
@@ -31,7 +32,7 @@ class FlashInferMlaDecode:
         self._planned = torch.cuda.Event()
         self._planned_for: tuple[int, bool, int, int] | None = None
         self._replaces_work = replaces_work_of(flashinfer.__version__)
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._num_sms = num_sms(device)
         self._staging = torch.zeros(_STAGING_INTS, dtype=torch.int32, pin_memory=True)
 
     def plan(self, pages: torch.Tensor, page_tables: PageTables, kv_lens: Lengths, q_lens: Lengths | None = None) -> None:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.backend import interpreting
+from kernels.launch import num_sms
 from kernels.mla_decode import Lengths, MlaDecodeShape, PageTables, PlanLimits
 from kernels.mla_decode._tables import DeviceArrays, check_spans, flat_pages, psum, to_ints
 
@@ -144,7 +145,7 @@ class TritonMlaDecode:
         cpu = interpreting()
         self._device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
         if num_programs is None:
-            num_programs = 6 if cpu else torch.cuda.get_device_properties(self._device).multi_processor_count
+            num_programs = 6 if cpu else num_sms(self._device)
         self._num_programs = num_programs
         requests = limits.max_requests if limits else 256
         sizes = (requests + 1, requests + 1, requests, requests + 1, num_programs, 3, 4 * requests, limits.max_pages if limits else 1 << 14)

@@ -99,10 +99,9 @@ def quant_fp8(x: torch.Tensor) -> Fp8:
     *lead, rows, k = x.shape
     num_groups = x.numel() // GROUP
     if num_groups:
-        pitch = -(-rows // 4) * 4
         block = 16 if num_groups >= 16 * 132 else 4
         grid = (triton.cdiv(num_groups, block),)
-        strides = x.stride(0) if lead else 0, x.stride(-2), pitch
+        strides = x.stride(0) if lead else 0, x.stride(-2), out.scale.stride(-1)
         _token_kernel[grid](x, *out, num_groups, rows, k, *strides, BLOCK=block, num_warps=max(1, block // 4), **launch_options())
     return out
 

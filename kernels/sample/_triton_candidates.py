@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from kernels.sample._triton_noise import best_of, exact_gumbel, fast_scores, id_bits, is_near, keys_of, ordered, value_of
+from kernels.sample._triton_noise import best_of, exact_gumbel, fast_scores, id_bits, is_near
+from kernels.sample._triton_order import keys_of, ordered, value_of
 from kernels.sample._triton_passes import divided, load_values
 
 _LOWEST = tl.constexpr(-(2**63))

@@ -15,7 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.sample import GREEDY_BELOW
 from kernels.sample._triton_candidates import NO_BOUND, gather_candidates, settle_among_candidates
-from kernels.sample._triton_noise import is_near, ordered
+from kernels.sample._triton_noise import is_near
+from kernels.sample._triton_order import ordered
 from kernels.sample._triton_passes import BY_CUT, BY_NOISE, BY_SCAN
 
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)

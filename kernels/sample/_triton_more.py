@@ -6,7 +6,8 @@ import triton.language as tl
 
 from kernels.backend import interpreting
 from kernels.sample import MAX_TOP_LOGPROBS, Accepted
-from kernels.sample._triton_noise import exact_gumbel, fast_noise, ordered, sum_exp, tile_bits, value_of
+from kernels.sample._triton_noise import exact_gumbel, fast_noise, sum_exp, tile_bits
+from kernels.sample._triton_order import keys_of, value_of
 
 _KEPT = triton.next_power_of_2(MAX_TOP_LOGPROBS)
 TILE = 2048
@@ -24,7 +25,7 @@ def _best_keys_kernel(
     if active:
         ids = tile * TILE + tl.arange(0, TILE)
         x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-        keys = tl.where(ids < vocab, (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - ids), _LOWEST)
+        keys = tl.where(ids < vocab, keys_of(x, ids), _LOWEST)
         place = row * NUM_TILES + tile
         tl.store(keys_ptr + place * KEPT + tl.arange(0, KEPT), tl.topk(keys, KEPT))
         largest = tl.max(x)

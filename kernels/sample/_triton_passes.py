@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.sample._triton_noise import best_of, exact_gumbel, fast_scores, is_near, keys_of, ordered, tile_bits
+from kernels.sample._triton_noise import best_of, exact_gumbel, fast_scores, is_near, tile_bits
+from kernels.sample._triton_order import keys_of, ordered
 
 _MASKED_ID = tl.constexpr(0x7FFFFFFF)
 BY_SCAN = tl.constexpr(1)

@@ -5,26 +5,15 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_MINUS_INF = tl.constexpr(-2139095041)  # -inf as _ordered gives it
+from kernels.sample._triton_order import ordered, value_of
+
+_MINUS_INF = tl.constexpr(-2139095041)  # -inf as `ordered` gives it
 
 
 @triton.jit
 def _exp(x, EXACT: tl.constexpr):
     """torch's own expf on a GPU: tl.exp is a rougher one there, and libdevice has no interpreter."""
     return libdevice.exp(x) if EXACT else tl.exp(x)
-
-
-@triton.jit
-def _ordered(x):
-    """fp32 -> int32 in the same order; NaN above everything, -0 equal to 0."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-
-
-@triton.jit
-def _value_of(ordered):
-    """The inverse of `_ordered`."""
-    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -37,20 +26,20 @@ def _scores(logits, SOFTMAX: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _dropped(ordered, SIZE_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr):
+def _dropped(keys, SIZE_P: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr):
     """[T, P] biased scores -> [T, P]: whether the expert is in none of the best groups."""
-    T: tl.constexpr = ordered.shape[0]
-    GROUPS_P: tl.constexpr = ordered.shape[1] // SIZE_P
-    grouped = tl.reshape(ordered, [T, GROUPS_P, SIZE_P])
+    T: tl.constexpr = keys.shape[0]
+    GROUPS_P: tl.constexpr = keys.shape[1] // SIZE_P
+    grouped = tl.reshape(keys, [T, GROUPS_P, SIZE_P])
     best = tl.max(grouped, 2, keep_dims=True)
-    total = _value_of(tl.reshape(best, [T, GROUPS_P]))
+    total = value_of(tl.reshape(best, [T, GROUPS_P]))
     if NUM_BEST == 2:
         equal = grouped == best
         second = tl.max(tl.where(equal, -(2**31), grouped), 2)
         twice = tl.sum(equal.to(tl.int32), 2) > 1
-        total += tl.where(twice, total, _value_of(second))
+        total += tl.where(twice, total, value_of(second))
     group = tl.arange(0, GROUPS_P)
-    scores = tl.where(group[None, :] < NUM_GROUPS, _ordered(total), -(2**31))
+    scores = tl.where(group[None, :] < NUM_GROUPS, ordered(total), -(2**31))
     mine, other = scores[:, :, None], scores[:, None, :]
     before = (other > mine) | ((other == mine) & (group[None, None, :] < group[None, :, None]))
     rank = tl.sum(before.to(tl.int32), 2)  # [T, GROUPS_P]
@@ -79,18 +68,18 @@ def topk_gate_kernel(
     for split in tl.static_range(1, NUM_SPLITS):
         logits += tl.load(source + split * split_stride, mask=valid, other=0.0)
     scores = _scores(tl.where(valid, logits, -float("inf")), SOFTMAX, EXACT)
-    ordered = tl.where(valid, _ordered(scores + biases), -(2**31))  # below -inf, which is what an expert of a dropped group gets
+    keys = tl.where(valid, ordered(scores + biases), -(2**31))  # below -inf, which is what an expert of a dropped group gets
     if TOPK_GROUPS < NUM_GROUPS:
-        dropped = _dropped(ordered, SIZE_P, NUM_GROUPS, TOPK_GROUPS, NUM_BEST)
-        ordered = tl.where(dropped & valid, _MINUS_INF, ordered)
+        dropped = _dropped(keys, SIZE_P, NUM_GROUPS, TOPK_GROUPS, NUM_BEST)
+        keys = tl.where(dropped & valid, _MINUS_INF, keys)
     slot = tl.arange(0, TOP_K_P)[None, :]
     chosen = tl.zeros([1, TOP_K_P], tl.int32)
     # A selection sort that stops after TOP_K: bitonic top-k of packed (score, index) keys takes 1.6 times the instructions
     for place in tl.static_range(TOP_K):
-        best = tl.max(ordered, 1, keep_dims=True)
-        winner = tl.min(tl.where(ordered == best, expert, 0x7FFFFFFF), 1, keep_dims=True)
+        best = tl.max(keys, 1, keep_dims=True)
+        winner = tl.min(tl.where(keys == best, expert, 0x7FFFFFFF), 1, keep_dims=True)
         chosen = tl.where(slot == place, winner, chosen)
-        ordered = tl.where(expert == winner, -(2**31), ordered)
+        keys = tl.where(expert == winner, -(2**31), keys)
     weights = tl.where(slot < TOP_K, tl.gather(scores, chosen // SIZE * SIZE_P + chosen % SIZE, 1), 0.0)
     if NORMALIZE:
         weights = tl.math.div_rn(weights, tl.broadcast_to(tl.sum(weights, 1, keep_dims=True) + 1e-20, weights.shape))

@@ -1,8 +1,7 @@
 """The sampler against the CPU's own (`services/model/sampling.py`), token for token, and against formulas by hand."""
 
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,12 +10,13 @@ import torch
 
 from kernels.sample import SampleRows, accept_drafts, sample, top_logprobs
 from kernels.sample.noise import gumbel_noise_torch, noise_bits, uniform
-from kernels.timing import cold_us, compare_us
+from kernels.timing import compare_us
 from services.model.params import SamplingParams
 from services.model.philox import gumbel_noise
 from services.model.sampling import RowState
 from services.model.sampling import sample as sample_on_cpu
 from tests.bench.report import Row
+from tests.kernels.builds import Build
 from tests.kernels.device import DEVICE, generator, gpu_only, skip_unless_available
 
 BACKENDS = ["triton", "torch", "reference"]
@@ -370,35 +370,6 @@ def test_filters_can_be_captured_in_a_graph_on_a_gpu() -> None:
     rows.top_k.copy_(rows.top_k.flip(0))
     graph.replay()
     assert torch.equal(captured.token_ids, sample(logits, rows).token_ids)
-
-
-class Build:
-    """Builds one of FlashInfer's modules beside what is measured meanwhile: nvcc takes it a minute."""
-
-    def __init__(self, build: Callable[[], object]) -> None:
-        self._failure = "still being built"
-        self._build = build
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._build()
-            self._failure = ""
-        except Exception as error:
-            self._failure = repr(error)[:200]
-
-    def is_there(self, trial: Callable[[], object], within_s: float = 75) -> bool:
-        """Wait for it and try it once in a graph; says why it is left out."""
-        self._thread.join(within_s)
-        if not self._failure:
-            try:
-                cold_us([trial] * 2, replays=1)
-            except Exception as error:
-                self._failure = repr(error)[:200]
-        if self._failure:
-            print(f"FlashInfer is left out: {self._failure}")
-        return not self._failure
 
 
 def bench_sample() -> Iterator[Row]:

@@ -13,8 +13,8 @@ from kernels.timing import compare_us, num_sets
 from kernels.topk_gate import gate, gate_logits, router_torch
 from kernels.topk_gate import topk_gate as on_device
 from tests.bench.report import Row
+from tests.kernels.builds import Build
 from tests.kernels.device import DEVICE, FLOAT, generator, skip_unless_available
-from tests.kernels.test_sample import Build
 
 BACKENDS = ["triton", "torch", "reference"]
 SIGMOIDS = [[0.95, 0.10, 0.10, 0.10, 0.60, 0.60, 0.05, 0.05]]

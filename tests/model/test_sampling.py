@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.sample.noise import philox4x32, uniform
 from services.model.params import SamplingParams
 from services.model.penalties import PenaltyState
-from services.model.philox import gumbel_noise, noise_bits, philox4x32, uniform
+from services.model.philox import gumbel_noise, noise_bits
 from services.model.sampling import RowState, Sampled, adjust_logits, sample
 
 VOCAB = 301  # odd: rows do not end where vectors do
